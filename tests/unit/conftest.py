@@ -14,7 +14,7 @@ from impress_sglang.storage import reader as reader_module
 from impress_sglang.storage.reader import BlockReader
 from tests.unit import store_factory
 from tests.unit.coded_factory import CodedCase, CodedPart
-from tests.unit.job_desk import Desk
+from tests.unit.job_world import Desk
 from tests.unit.source_factory import BLOCK
 from tests.unit.step_engine import Step, reading, stepping
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -161,3 +161,25 @@ def restored(store: PrefixStore, job: LoadJob) -> list[Tensor]:
         source.end_layer(layer)
     store.close_source(source)
     return [*keys, *values]
+
+
+class Closable(Protocol):
+    """Ends when its test does."""
+
+    def close(self) -> None: ...
+
+
+_T = TypeVar("_T", bound=Closable)
+
+
+def made_in(folder: Path, kind: Callable[..., _T]) -> Iterator[Callable[..., _T]]:
+    """What makes them, each in a folder of its own; the body of a fixture, which closes them."""
+    count = 0
+    with ExitStack() as stack:
+
+        def make(**options: Any) -> _T:
+            nonlocal count
+            count += 1
+            return stack.enter_context(closing(kind(folder / f"kv{count - 1}", **options)))
+
+        yield make

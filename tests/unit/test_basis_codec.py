@@ -19,8 +19,7 @@ from impress_sglang.codes.rows.coder import (
 from impress_sglang.codes.rows.fit import SINK_TOKENS, Moments
 from impress_sglang.codes.rows.row import GAINS, LEVELS
 from impress_sglang.errors import BasisUnreadable, NotCodable
-from tests.unit.basis_factory import fit
-from tests.unit.row_factory import decode_layer, unpacked
+from tests.unit.basis_factory import decode_layer, fit, unpacked
 
 LAYERS, HEADS, DIM = 3, 2, 6
 FEATURES = HEADS * DIM

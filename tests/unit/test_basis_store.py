@@ -27,10 +27,8 @@ from impress_sglang.store.writing import StoreOutcome
 from impress_sglang.transfer.basis_codec import WORST_FIT, BasisCodec, RowRestorer, shape_by
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
-from tests.unit.basis_factory import codec_for
-from tests.unit.load_desk import Desk, Pools
-from tests.unit.made import made_in
-from tests.unit.row_factory import decode_layer
+from tests.unit.basis_factory import codec_for, decode_layer
+from tests.unit.load_desk import Desk, Pools, made_in
 from tests.unit.store_factory import look_up, prompt
 
 PLAIN = kv.make_shape(

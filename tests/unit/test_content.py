@@ -16,8 +16,8 @@ from impress_sglang.store.content import SAME_WINDOWS, WINDOW_TOKENS, ContentInd
 from impress_sglang.store.prefix_hashes import Hashes, PrefixHashes
 from impress_sglang.store.stored import SegmentState, StoredSegment
 from tests.unit.kv_factory import as_tokens, stored_segment
-from tests.unit.spying import calls_of
 from tests.unit.store_checks import check_content
+from tests.unit.waiting import calls_of
 
 
 def index_of(*segments: StoredSegment) -> ContentIndex:

@@ -17,8 +17,8 @@ from impress_sglang.codes.groups.energy import (
 )
 from impress_sglang.storage.directory import CODING
 from tests.unit.kv_factory import make_shape
-from tests.unit.spying import calls_of
 from tests.unit.store_factory import Workbench
+from tests.unit.waiting import calls_of
 
 HEADS, DIM = 3, 32
 KEYS = torch.zeros(20, HEADS, DIM)

@@ -17,7 +17,6 @@ from impress_sglang.store.stored import Node, StoredSegment
 from impress_sglang.store.tree import StoredTree
 from impress_sglang.store.writing import StoreOutcome
 from tests.unit.kv_factory import as_tokens, stored_segment
-from tests.unit.spying import Call, calls_of
 from tests.unit.store_checks import check_tree
 from tests.unit.store_factory import (
     Workbench,
@@ -30,6 +29,7 @@ from tests.unit.store_factory import (
     three_prefixes,
     use,
 )
+from tests.unit.waiting import Call, calls_of
 
 TURNS = 5
 NO_TOKENS = np.empty(0, np.int32)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from impress_sglang.serving.load_jobs import JobState, LoadJob
-from tests.unit.job_desk import Desk, prompt
-from tests.unit.job_world import new_job
+from tests.unit.job_world import Desk, new_job, prompt
 
 
 class TestPressure:

@@ -10,8 +10,7 @@ from impress_sglang.serving import job_queue
 from impress_sglang.serving.job_queue import Waiter, overlapping
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.load_jobs import JobState, LoadJob
-from tests.unit.job_desk import Desk, prompt, resident
-from tests.unit.job_world import new_job
+from tests.unit.job_world import Desk, new_job, prompt, resident
 
 
 def test_a_job_is_begun_and_what_it_brought_is_held_until_its_request_is_admitted(

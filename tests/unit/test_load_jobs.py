@@ -23,8 +23,7 @@ from impress_sglang.transfer.filling import SlotFiller
 from tests.faults import Rule
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
-from tests.unit.load_desk import CPU, NUM_SLOTS, SHAPE, Desk, Pools
-from tests.unit.made import made_in
+from tests.unit.load_desk import CPU, NUM_SLOTS, SHAPE, Desk, Pools, made_in
 from tests.unit.store_checks import check_store
 from tests.unit.store_factory import look_up, prompt
 from tests.unit.waiting import wait_until

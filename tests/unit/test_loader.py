@@ -22,9 +22,9 @@ from impress_sglang.paper.scores import (
     top_tokens,
 )
 from impress_sglang.storage.layout import KVShape
-from tests.unit import dense
 from tests.unit import kv_factory as kv
 from tests.unit.reading import LoadedLayer, load_layer
+from tests.unit.test_scores import dense_sums
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ class Setting:
         """Column sums [Hq, m] of all heads, in float64."""
         own = self.inputs
         keys = self.keys[layer], own.resident_keys[own.resident_rows], own.new_keys
-        return dense.column_sums(own.queries, *keys, own.scaling)
+        return dense_sums(own.queries, *keys, own.scaling)
 
     def probe_query_heads(self) -> list[int]:
         size = self.shape.group_size

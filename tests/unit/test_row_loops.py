@@ -18,7 +18,7 @@ from impress_sglang.loops import heaps, placing
 from impress_sglang.loops import rows as loops
 from impress_sglang.loops.jit import compiled
 from impress_sglang.transfer.basis_codec import BasisCodec, RowRestorer
-from tests.unit.row_factory import (
+from tests.unit.basis_factory import (
     check_restored,
     components_of,
     random_basis,

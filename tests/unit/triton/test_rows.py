@@ -9,7 +9,7 @@ import triton
 from impress_sglang.transfer.basis_codec import BasisCodec, RowRestorer
 from impress_sglang.triton import power_of_two
 from impress_sglang.triton import rows as kernels
-from tests.unit.row_factory import (
+from tests.unit.basis_factory import (
     LAYERS,
     check_restored,
     components_of,

@@ -28,10 +28,9 @@ from impress_sglang.transfer.warm_up import launch_all
 from impress_sglang.triton import codes as code_kernels
 from impress_sglang.triton import pages as page_kernels
 from impress_sglang.triton import rows as row_kernels
-from tests.unit.basis_factory import codec_for
+from tests.unit.basis_factory import codec_for, random_rows
 from tests.unit.coded_factory import CodedCase, CodedPart
 from tests.unit.kv_factory import make_shape
-from tests.unit.row_factory import random_rows
 
 CPU = torch.device("cpu")
 
