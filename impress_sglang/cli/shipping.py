@@ -249,7 +249,7 @@ def _copy(path: Path, store: PrefixStore, new: StoredSegment) -> None:
             memory = AlignedMemory(layout.layer_bytes(layer))
             old.fill(memory, layout.layer_offset(layer))
             FILES.write(descriptor, layout.layer_offset(layer), memory.view)
-    store.worker.submit(store.worker.index, store.worker.journal.change, [new])
+    store.worker.submit(store.worker.record, new)
 
 
 def _chosen(store: PrefixStore, which: Which) -> list[StoredSegment]:

@@ -191,8 +191,8 @@ class StoreDisk:
             gc.unfreeze()
 
     def _record(self, used: Iterable[StoredSegment]) -> None:
-        if uses := [segment.use for segment in used if segment.home is None]:
-            self.worker.submit(self.worker.index, self.worker.journal.record_uses, uses)
+        if uses := [{"use": segment.use} for segment in used if segment.home is None]:
+            self.worker.submit(self.worker.record, *uses)
 
 
 def probe(directory: StoreDirectory) -> Answer:
@@ -252,7 +252,7 @@ def recover(directory: StoreDirectory, worker: DiskWorker) -> tuple[list[StoredS
     for segment_id in known:
         logger.warning("segment %s is in the index but has no file", segment_id)
     if adopted or known:
-        worker.index(worker.journal.change, adopted, list(known))
+        worker.record(*([{"gone": list(known)}] if known else []), *adopted)
     worker.tidy_quarantine()
     return found, unread
 

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -24,12 +23,11 @@ from impress_sglang.storage.directory import QUARANTINE, StoreDirectory, quarant
 from impress_sglang.storage.segment import OpenSegment, SegmentInfo
 from impress_sglang.storage.writer import TEMPORARY_SUFFIX, LayerReader, write_segment
 from impress_sglang.store.health import Health, Verdict
-from impress_sglang.store.journal import Journal
+from impress_sglang.store.journal import Journal, Record
 from impress_sglang.store.stored import StoredSegment
 from impress_sglang.threads import BackgroundThread, compute_alone
 
 logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 # Failed removals are tried again when the disk has recovered, and after this time.
 RETRY_S = 60.0
@@ -41,19 +39,19 @@ _OF_MEDIA = frozenset(
 )
 
 
-class DiskWorker:
+class DiskWorker(BackgroundThread):
     """Works on the disk of a store, whose thread owns it; its own thread does the work.
 
-    The store's thread submits calls of the methods that come after `close`, which may take long.
+    The store's thread submits calls of the methods that come after `unremoved`: they take long.
     """
 
     def __init__(self, directory: StoreDirectory, health: Health, *, direct: bool) -> None:
+        super().__init__("impress-write", compute_alone)
         self._directory = directory
         self.files = directory.files
         self._health = health
         self._direct = direct
         self.journal = Journal(self.files, directory.path)
-        self._thread = BackgroundThread("impress-write", compute_alone)
         # Small files that the disk has refused, for `catch_up`; used only on the worker's thread.
         self._unkept: dict[str, bytes] = {}
         self._retried_at = 0.0
@@ -71,16 +69,12 @@ class DiskWorker:
         self.unused_bytes = 0
         """Bytes of files that could not be read at the start, and of what may build on them."""
 
-    def submit(self, function: Callable[..., _T], *arguments: Any) -> Future[_T]:
-        """Run a function behind all work so far."""
-        return self._thread.submit(function, *arguments)
-
     def delete(self, segments: Mapping[str, int], successor: StoredSegment | None = None) -> None:
         """Remove segments (id: bytes) and their rows; readers of an open file can go on.
 
         `successor`: a segment that has replaced them.
         """
-        removal = self._thread.submit(self._delete, segments, successor)
+        removal = self.submit(self._delete, segments, successor)
         self._removals.append((removal, sum(segments.values())))
         self._removing_bytes += self._removals[-1][1]
         self._count_removed()
@@ -98,10 +92,6 @@ class DiskWorker:
     def unremoved(self) -> frozenset[str]:
         """Names of what could not be removed so far: it counts as present when room is made."""
         return frozenset([*self.undeleted, *([] if self.keeps_quarantine else [QUARANTINE])])
-
-    def close(self, seconds: float) -> bool:
-        """End the thread after all submitted work; False if that takes more than `seconds`."""
-        return self._thread.close(seconds)
 
     def write(
         self,
@@ -140,7 +130,7 @@ class DiskWorker:
         finally:
             self.progress = time.monotonic()
         # The file is authoritative: the next start reads files that the index does not have.
-        self.index(self.journal.change, [segment])
+        self.record(segment)
 
     def adopt(self, segment: StoredSegment, fetched: Path) -> None:
         """Make a whole file that is synced one of the store."""
@@ -151,12 +141,12 @@ class DiskWorker:
             self.files.date(opened.descriptor, int(segment.written * 1e9))
         self.files.rename(fetched, path)
         self.files.sync_directory(path.parent)
-        self.index(self.journal.change, [segment])
+        self.record(segment)
 
     def _delete(self, segments: Mapping[str, int], successor: StoredSegment | None) -> None:
         for segment_id, num_bytes in segments.items():
             self._unlink(segment_id, num_bytes)
-        self.index(self.journal.change, [] if successor is None else [successor], segments)
+        self.record({"gone": list(segments)}, *([] if successor is None else [successor]))
         if self.unremoved() and time.monotonic() - self._retried_at > RETRY_S:
             self._retry()
         self.progress = time.monotonic()
@@ -190,7 +180,7 @@ class DiskWorker:
     def catch_up(self) -> None:
         """Now that the disk answers again, redo the work that it refused."""
         self._retry()
-        self.index(self.journal.flush)
+        self.record()
         for name, content in list(self._unkept.items()):
             self.keep(name, content)
 
@@ -221,10 +211,10 @@ class DiskWorker:
             self.files.unlink(path)
             self.quarantined_bytes -= size
 
-    def index(self, change: Callable[..., None], *arguments: Any) -> None:
-        """Change the index; what the disk refuses now waits there."""
+    def record(self, *changes: StoredSegment | Record) -> None:
+        """Record changes in the journal; what the disk refuses now waits there."""
         try:
-            change(*arguments)
+            self.journal.record(*changes)
         except OSError as error:
             self._health.failed("the index could not be written", error, reading=False)
 
@@ -282,5 +272,5 @@ class DiskWorker:
                 self._health.failed("a segment could not be set aside", failure, reading=False)
                 return Verdict.UNCLEAR
             logger.error("%s; set aside in quarantine", error)
-        self.index(self.journal.change, (), [error.segment_id])
+        self.record({"gone": [error.segment_id]})
         return Verdict.GONE if missing else Verdict.BAD

@@ -34,7 +34,7 @@ from impress_sglang.storage.directory import JOURNAL
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import Tokens, info_from
 from impress_sglang.storage.writer import TEMPORARY_SUFFIX
-from impress_sglang.store.stored import SegmentUse, StoredSegment
+from impress_sglang.store.stored import StoredSegment
 
 logger = logging.getLogger(__name__)
 
@@ -140,24 +140,17 @@ class Journal:
         self._unsound = False
         self._orders: list[Any] = []
 
-    def change(self, added: Iterable[StoredSegment] = (), removed: Iterable[str] = ()) -> None:
-        """Record that segments are gone, of which some may be unknown, and published ones."""
-        if gone := list(removed):
-            self._waiting.append(_line({"gone": gone}))
-        self._waiting += map(_added, added)
-        self.flush()
-
-    def record_uses(self, uses: Iterable[SegmentUse]) -> None:
-        """Record how segments were used, for the next start; unknown segments are ignored."""
-        self._waiting += [_line({"use": use}) for use in uses]
-        self.flush()
-
-    def tell(self, record: Record) -> None:
-        """Record something for servers that follow."""
-        self._waiting.append(_line(record))
-        if "purge" in record:
-            self._orders.append(record["purge"])
-        self.flush()
+    def record(self, *changes: StoredSegment | Record) -> None:
+        """Record published segments and other changes, of which some may be of unknown segments;
+        in any case, what waits."""
+        for own in changes:
+            if isinstance(own, StoredSegment):
+                self._waiting.append(_added(own))
+                continue
+            self._waiting.append(_line(own))
+            if "purge" in own:
+                self._orders.append(own["purge"])
+        self._flush()
 
     @property
     def orders(self) -> list[Any]:
@@ -165,8 +158,7 @@ class Journal:
         now = time.time()
         return [own for own in self._orders if now - own["at"] < ORDER_SECONDS]
 
-    def flush(self) -> None:
-        """Write what waits."""
+    def _flush(self) -> None:
         if not self._waiting:
             return
         try:

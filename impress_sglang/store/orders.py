@@ -275,7 +275,7 @@ class Purge:
         if first:
             if self._unpins:
                 unpinned = store.pins.unpin(*place, before)
-            store.remove_foreign(store.places.take_unplaced(*place, before))
+            store.places.refuse_unplaced(*place, before)
         if self._before is None:
             # Those of the step before are not there any more.
             there = (own for own in tree.below(*place) if own.on_disk)

@@ -56,7 +56,7 @@ class Places:
         # Orders to purge, and when they were heard: what is told later may be of before them.
         self._purged: dict[_Order, float] = {}
         self.late: list[StoredSegment] = []
-        """What was purged before it was told of, and has to be removed."""
+        """What was purged and had no place in the tree: it has to be removed."""
         self._doubles: list[tuple[StoredSegment, StoredSegment]] = []
         self._again_at = 0.0
         # Those of the tree in which a place has not been looked for yet.
@@ -238,11 +238,9 @@ class Places:
                 return
         self._search = iter(list(self._tree.segments()))
 
-    def take_unplaced(
-        self, namespace: str | None, tokens: Tokens | None, before: float
-    ) -> list[StoredSegment]:
+    def refuse_unplaced(self, namespace: str | None, tokens: Tokens | None, before: float) -> None:
         """Never use the segments without a place that belong to a prefix (see `Purge`), or may do,
-        and were written by then, also those told of later; returns them."""
+        and were written by then, also those told of later; they are `late`, too."""
         now = time.monotonic()
         self._purged = {own: at for own, at in self._purged.items() if now - at < ORDER_SECONDS}
         order = namespace, None if tokens is None else tokens.tobytes(), before
@@ -254,7 +252,7 @@ class Places:
         ]
         for own in found:
             self.refuse(own.segment_id)
-        return found
+        self.late += found
 
     def take_doubles(self) -> Iterator[tuple[StoredSegment, StoredSegment]]:
         """What this server should remove, each with what another has, which is to be used."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -216,13 +216,9 @@ class PrefixStore:
 
     def tell(self, order: Mapping[str, Any]) -> None:
         """Tell other servers an order to purge."""
-        self.worker.submit(self.worker.index, self.worker.journal.tell, {"purge": order})
+        self.worker.submit(self.worker.record, {"purge": order})
         if self._disk.bucket is not None:
             self._disk.bucket.tell(order)
-
-    def remove_foreign(self, segments: Iterable[StoredSegment]) -> None:
-        """Remove what other servers, or a bucket, have; see `StoreDisk.remove_foreign`."""
-        self._disk.remove_foreign(segments)
 
     def report(self, error: PrefixUnreadable) -> None:
         """Report an unreadable segment: it is not used until a second look has found it good."""

@@ -283,7 +283,7 @@ class SegmentWrites:
         missing, now = self._quota.missing(num_bytes), time.monotonic()
         if missing > 0 and self._disk.peers.num_bytes and now > self._asked_at + _ASK_SECONDS:
             self._asked_at = now
-            self._worker.submit(self._worker.index, self._worker.journal.tell, {"want": missing})
+            self._worker.submit(self._worker.record, {"want": missing})
 
     def is_needed(self, segment_id: str) -> bool:
         """Whether a segment must stay: it is read, awaited or pinned."""

@@ -312,7 +312,7 @@ def check_index(store: PrefixStore) -> None:
     """Its rows are those of the tree; waits for the disk, and for pending writes."""
     store.writes.drain()
     if not (isinstance(store, PartStore) and store.reorders.pending):
-        store.worker.submit(store.worker.journal.flush).result()
+        store.worker.submit(store.worker.journal.record).result()
         indexed = store.worker.submit(store.worker.journal.segments).result()
         # An extra row is that of a file that could not be removed, which was logged.
         for segment in store.tree.segments():

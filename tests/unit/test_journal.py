@@ -55,7 +55,7 @@ def test_rows_are_read_back(journal: Journal, tmp_path: Path) -> None:
     coded = make_info(dataclasses.replace(SHAPE, code_bits=6.0), range(8), segment_id="c")
     below = segment("b", 300, last_access=7, hits=3, above="a")
     wanted = [segment("a"), below, StoredSegment(coded, 1)]
-    journal.change(wanted)
+    journal.record(*wanted)
 
     for found in (journal.segments(), index_in(tmp_path)):
         assert sorted(found) == ["a", "b", "c"]
@@ -65,10 +65,10 @@ def test_rows_are_read_back(journal: Journal, tmp_path: Path) -> None:
 
 
 def test_changes(journal: Journal, tmp_path: Path) -> None:
-    journal.change(rows("a", "b"))
-    journal.change(removed=["a", "unknown"])
-    journal.change([segment("c", last_access=2)], ["b"])
-    journal.record_uses([("c", 9, 4, "a"), ("unknown", 9, 4, "")])
+    journal.record(*rows("a", "b"))
+    journal.record({"gone": ["a", "unknown"]})
+    journal.record({"gone": ["b"]}, segment("c", last_access=2))
+    journal.record({"use": ("c", 9, 4, "a")}, {"use": ("unknown", 9, 4, "")})
 
     found = index_in(tmp_path)
 
@@ -80,21 +80,21 @@ def test_changes(journal: Journal, tmp_path: Path) -> None:
 def test_changes_that_are_refused_are_made_later_in_their_order(
     journal: Journal, files: FaultyFileSystem, tmp_path: Path, refusal: str
 ) -> None:
-    journal.change(rows("old", "older", "kept"))
+    journal.record(*rows("old", "older", "kept"))
     with files.faults.injected(REFUSALS[refusal]):
         for change in (
-            lambda: journal.change(rows("new")),
-            lambda: journal.change(removed=["old"]),
-            lambda: journal.change(rows("newer", "old"), ["older"]),
-            lambda: journal.change(removed=["old"]),
-            lambda: journal.record_uses([("new", 5, 6, ""), ("old", 1, 1, "")]),
-            lambda: journal.record_uses([("kept", 9, 4, "")]),
+            lambda: journal.record(*rows("new")),
+            lambda: journal.record({"gone": ["old"]}),
+            lambda: journal.record({"gone": ["older"]}, *rows("newer", "old")),
+            lambda: journal.record({"gone": ["old"]}),
+            lambda: journal.record({"use": ("new", 5, 6, "")}, {"use": ("old", 1, 1, "")}),
+            lambda: journal.record({"use": ("kept", 9, 4, "")}),
         ):
             with pytest.raises(OSError):
                 change()
         assert "kept" in index_in(tmp_path)
 
-    journal.flush()
+    journal.record()
 
     for found in (index_in(tmp_path), journal.segments()):
         assert sorted(found) == ["kept", "new", "newer"]
@@ -105,16 +105,16 @@ def test_changes_that_are_refused_are_made_later_in_their_order(
 def test_one_that_is_made_anew_is_the_old_one_until_it_is_whole(
     journal: Journal, files: FaultyFileSystem, tmp_path: Path
 ) -> None:
-    journal.change(rows("old"))
+    journal.record(*rows("old"))
     path = tmp_path / "journal"
     path.write_bytes(path.read_bytes() + b"damaged\n")
     journal = Journal(files, tmp_path)
     for number, operation in enumerate(("write", "sync", "rename")):
         with files.faults.injected(Rule("ENOSPC", operation)), pytest.raises(OSError):
-            journal.change(rows(str(number)))
+            journal.record(*rows(str(number)))
         assert list(index_in(tmp_path)) == ["old"]
 
-    journal.flush()
+    journal.record()
 
     assert len(index_in(tmp_path)) == 4 and list(tmp_path.iterdir()) == [path]
     assert b"damaged" not in path.read_bytes()
@@ -124,12 +124,12 @@ def test_it_is_made_anew_once_most_of_it_is_out_of_date(
     journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "_SLACK_BYTES", 1000)
-    journal.change(rows("a"))
-    journal.tell({"purge": {"at": time.time()}})
-    journal.tell({"purge": {"at": 0.0}})
+    journal.record(*rows("a"))
+    journal.record({"purge": {"at": time.time()}})
+    journal.record({"purge": {"at": 0.0}})
     sizes = []
     for number in range(300):
-        journal.record_uses([("a", number + 1, 1, "")])
+        journal.record({"use": ("a", number + 1, 1, "")})
         sizes.append((tmp_path / "journal").stat().st_size)
     assert max(sizes) < 10_000 and sizes != sorted(sizes)
     assert index_in(tmp_path)["a"].last_access == 300
@@ -146,14 +146,14 @@ def test_too_many_changes_that_wait_are_forgotten(
 ) -> None:
     """The next start finds these segments by their files."""
     monkeypatch.setattr(journal_module, "_MOST_WAITING", 3)
-    journal.change(rows("old"))
+    journal.record(*rows("old"))
     with files.faults.injected(REFUSALS["torn"]):
         for name in "abcd":
             with pytest.raises(OSError):
-                journal.change(rows(name))
+                journal.record(*rows(name))
     assert caplog.text.count("refuses more than 3 changes") == 1
 
-    journal.change(rows("e"))
+    journal.record(*rows("e"))
 
     assert {"old", "e"} <= index_in(tmp_path).keys()
     assert all(decode(line) for line in (tmp_path / "journal").read_bytes().splitlines(True))
@@ -163,7 +163,7 @@ def test_too_many_changes_that_wait_are_forgotten(
 def test_one_that_cannot_be_read_now_is_left_as_it_is(
     journal: Journal, files: FaultyFileSystem, fault: str
 ) -> None:
-    journal.change(rows("a"))
+    journal.record(*rows("a"))
     with files.faults.injected(Rule(fault, "open|read")), pytest.raises(OSError):
         journal.segments()
 
@@ -172,7 +172,7 @@ def test_one_that_cannot_be_read_now_is_left_as_it_is(
 
 def test_every_flipped_bit_costs_one_line_and_is_made_good(tmp_path: Path) -> None:
     """Nobody knows what is in a damaged line, and it may have tokens of a prompt."""
-    Journal(FileSystem(), tmp_path).change(rows("a", "b", "c"))
+    Journal(FileSystem(), tmp_path).record(*rows("a", "b", "c"))
     path = tmp_path / "journal"
     good = path.read_bytes()
     for at in range(0, len(good), 37):
@@ -182,7 +182,7 @@ def test_every_flipped_bit_costs_one_line_and_is_made_good(tmp_path: Path) -> No
         journal = Journal(FileSystem(), tmp_path)
         found = journal.segments()
         assert (len(found) >= 1 and found.keys() < {"a", "b", "c"}) or at < good.index(b"\n") + 1
-        journal.change(rows("d"))
+        journal.record(*rows("d"))
         assert index_in(tmp_path).keys() == found.keys() | {"d"}
         assert all(decode(line) for line in path.read_bytes().splitlines(True))
 
@@ -191,7 +191,7 @@ def test_every_flipped_bit_costs_one_line_and_is_made_good(tmp_path: Path) -> No
 def test_a_line_of_another_version_is_none(
     journal: Journal, tmp_path: Path, change: dict[str, Any]
 ) -> None:
-    journal.change(rows("a", "b"))
+    journal.record(*rows("a", "b"))
     is_first = iter([True])
 
     def other(record: dict[str, Any]) -> dict[str, Any]:
@@ -202,18 +202,18 @@ def test_a_line_of_another_version_is_none(
 
 
 def test_a_removed_file_begins_anew(journal: Journal, tmp_path: Path) -> None:
-    journal.change(rows("a"))
+    journal.record(*rows("a"))
     (tmp_path / "journal").unlink()
     with pytest.raises(FileNotFoundError):
-        journal.change(rows("b"))
-    journal.flush()
+        journal.record(*rows("b"))
+    journal.record()
     assert list(index_in(tmp_path)) == ["b"]
 
 
 def test_who_trims_a_folder_says_what_is_gone(journal: Journal, tmp_path: Path) -> None:
     append(FileSystem(), tmp_path, {"gone": ["a"]})
     assert not list(tmp_path.iterdir())
-    journal.change(rows("a", "b", "c"))
+    journal.record(*rows("a", "b", "c"))
     path = tmp_path / "journal"
     append(FileSystem(), tmp_path, {"gone": ["a"]})
     assert sorted(index_in(tmp_path)) == ["b", "c"]

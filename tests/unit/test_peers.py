@@ -251,7 +251,7 @@ def test_a_journal_that_is_made_anew_says_the_same(bench: Workbench, two: Two) -
     first.writes.discard([look_up(first, prompt(2)).spans[0].segment], Cause.EVICTED)
     first.worker.submit(int).result()
     first.worker.journal._unsound = True
-    first.worker.submit(first.worker.journal.tell, {"want": 0}).result()
+    first.worker.submit(first.worker.journal.record, {"want": 0}).result()
     until_stored(second, prompt(2), 0)
     assert lengths(second, 1, 2, 3) == [8, 0, 8]
     after = {own.segment_id: own for own in second.tree.segments()}

@@ -83,7 +83,7 @@ def purge(store: PartStore, *numbers: int) -> None:
 def write_anew(store: PartStore) -> None:
     store.worker.submit(int).result()
     store.worker.journal._unsound = True
-    store.worker.submit(store.worker.journal.tell, {"want": 0}).result()
+    store.worker.submit(store.worker.journal.record, {"want": 0}).result()
 
 
 def test_what_is_told_after_a_purge_was_purged(bench: Workbench, two: Two) -> None:

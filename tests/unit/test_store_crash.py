@@ -133,15 +133,15 @@ CRASH_POINTS: dict[str, Callable[[], None]] = {
     "before the sync": lambda: kill_at(FileSystem, "sync", 2),
     "before the rename": lambda: kill_at(os, "rename", 2),
     "after the rename": lambda: kill_at(os, "rename", 2, after=True),
-    "before the index": lambda: kill_at(Journal, "change", 2),
-    "after the index": lambda: kill_at(Journal, "change", 2, after=True),
-    "loss: before the index": lambda: kill_at(Journal, "change", 1),
-    "loss: after the index": lambda: kill_at(Journal, "change", 1, after=True),
+    "before the index": lambda: kill_at(Journal, "record", 2),
+    "after the index": lambda: kill_at(Journal, "record", 2, after=True),
+    "loss: before the index": lambda: kill_at(Journal, "record", 1),
+    "loss: after the index": lambda: kill_at(Journal, "record", 1, after=True),
     "reorder: between layers": lambda: kill_at(os, "pwritev", 2),
     "reorder: before the rename": lambda: kill_at(os, "rename", 1),
     "reorder: after the rename": lambda: kill_at(os, "rename", 1, after=True),
-    "reorder: before the index": lambda: kill_at(Journal, "change", 1),
-    "reorder: after the index": lambda: kill_at(Journal, "change", 1, after=True),
+    "reorder: before the index": lambda: kill_at(Journal, "record", 1),
+    "reorder: after the index": lambda: kill_at(Journal, "record", 1, after=True),
 }
 
 

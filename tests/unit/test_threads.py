@@ -25,7 +25,7 @@ def test_the_threads_of_a_store_compute_alone(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert store.worker._thread.submit(torch.get_num_threads).result() == 1
+        assert store.worker.submit(torch.get_num_threads).result() == 1
         assert store.reorders._thread.submit(torch.get_num_threads).result() == 1
         assert torch.get_num_threads() == 2
     finally:
