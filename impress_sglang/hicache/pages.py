@@ -227,7 +227,7 @@ class PageStore:
                 errors = [probe.exception() for probe in self._probes]
                 self._probes = []
                 self.health.probed(errors[0] or errors[1], readable=errors[0] is None)
-            if any(task.work is Work.PROBE for task in self.health.due()):
+            if Work.PROBE in self.health.due():
                 read, write = (
                     self._reader.submit(self._try_read),
                     self._writer.submit(self._try_write),

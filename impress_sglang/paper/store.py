@@ -134,7 +134,7 @@ class PartStore(PrefixStore):
         self.health.free_bytes -= new_bytes - old_bytes
         self.stats.bytes_written += stored.file_bytes
         # The old version was read to the end, so what was written from it is verified.
-        self.health.suspects.pop(old_id, None)
+        self.health.suspects.pop(stored, None)
         stored.state = SegmentState.READY
         self.worker.delete({old_id: old_bytes}, stored)
 

@@ -38,7 +38,7 @@ from impress_sglang.store.bucket_peer import BucketPeer
 from impress_sglang.store.content import ContentIndex
 from impress_sglang.store.disk_worker import DiskWorker
 from impress_sglang.store.eviction_order import EvictionOrder
-from impress_sglang.store.health import Health, Task, Verdict, Work
+from impress_sglang.store.health import Health, Suspect, Verdict, Work
 from impress_sglang.store.orders import Pins
 from impress_sglang.store.peers import Peers
 from impress_sglang.store.places import Places
@@ -155,14 +155,13 @@ class StoreDisk:
         for folder, only in names.items():
             self.worker.submit(self.peers.trim, folder, math.inf, only)
 
-    def begin(self, task: Task) -> Future[Any]:
+    def begin(self, task: Work | Suspect) -> Future[Any]:
         """Begin what `health` finds due."""
-        if task.work is Work.MEASURE:
+        if isinstance(task, Suspect):
+            return self.worker.submit(self.worker.look, task.segment.info, task.is_last)
+        if task is Work.MEASURE:
             return self._prober.submit(self.files.free_bytes, self.directory.path)
-        if task.work is Work.PROBE:
-            return self._prober.submit(probe, self.directory)
-        assert task.info is not None
-        return self.worker.submit(self.worker.look, task.info, task.work is Work.CONDEMN)
+        return self._prober.submit(probe, self.directory)
 
     def note_uses(self, uses: EvictionOrder) -> None:
         """Record now and then which segments were used, so that it outlasts a killed process."""

@@ -218,14 +218,12 @@ class DiskWorker(BackgroundThread):
         except OSError as error:
             self._health.failed("the index could not be written", error, reading=False)
 
-    def look(self, info: SegmentInfo, given_up: bool = False) -> Verdict:
+    def look(self, info: SegmentInfo, last: bool = False) -> Verdict:
         """Read a whole segment again and verify it; a damaged one goes to quarantine.
 
-        `given_up`: repeated looks could not read it, so it is set aside at once.
+        If this is the `last` look, so does one that cannot be read although the disk answers.
         """
         try:
-            if given_up:
-                raise SegmentUnreadable(info.segment_id, "can never be read")
             path = self._directory.segment_path(info.segment_id)
             with contextlib.closing(OpenSegment(path, self.files, direct=self._direct)) as segment:
                 if not segment.info.describes_same(info):
@@ -241,6 +239,9 @@ class DiskWorker(BackgroundThread):
             with contextlib.suppress(OSError):
                 if at_fault:
                     self._directory.check_writable()
+                    if last:
+                        never = SegmentUnreadable(info.segment_id, "can never be read")
+                        return self.condemn(never)
                     return Verdict.UNREADABLE
             return Verdict.UNCLEAR
 

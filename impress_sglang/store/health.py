@@ -21,9 +21,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-from impress_sglang.storage.segment import SegmentInfo
 from impress_sglang.store.stored import SegmentState, StoredSegment
 
 logger = logging.getLogger(__name__)
@@ -52,24 +51,16 @@ class Verdict(enum.Enum):
 
 
 class Work(enum.Enum):
-    """What is to be done on the disk; results go to `measured`, `probed` and `looked`."""
+    """What is to be done on the disk; results go to `measured` and `probed`."""
 
     MEASURE = "measure the free space"
     PROBE = "probe a disk that failed"
-    LOOK = "read a whole segment again"
-    CONDEMN = "set aside a segment that repeated looks could not read"
 
 
-class Task(NamedTuple):
-    """Work that is due; `info`: of the segment that it is about, if it is about one."""
-
-    work: Work
-    info: SegmentInfo | None = None
-
-
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(eq=False, slots=True)
 class Suspect:
-    """A segment that could not be read; the next look is due at `look_at`."""
+    """A segment that could not be read; the next look, whose result goes to `looked`, is due at
+    `look_at`."""
 
     segment: StoredSegment
     look_at: float
@@ -77,6 +68,11 @@ class Suspect:
     looks: int = 0
     """Looks that could not read it although the disk answered."""
     looking: bool = False
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next such look is to set it aside."""
+        return self.looks >= MOST_LOOKS - 1
 
 
 class Health:
@@ -101,8 +97,8 @@ class Health:
         self._measured_at = clock()
         self.free_bytes = 0
         """Bytes that may be written to the file system; between measurements an estimate."""
-        self.suspects: dict[str, Suspect] = {}
-        """By the name of the segment; one that leaves the tree has to leave here, too."""
+        self.suspects: dict[StoredSegment, Suspect] = {}
+        """A segment that leaves the tree has to leave here, too."""
 
     @property
     def state(self) -> str:
@@ -131,10 +127,11 @@ class Health:
         """Do not use a segment that could not be read until a look has found it good."""
         assert segment.ready
         segment.state = SegmentState.SUSPECT
-        self.suspects[segment.segment_id] = Suspect(segment, self._clock(), FIRST_LOOK_S)
+        self.suspects[segment] = Suspect(segment, self._clock(), FIRST_LOOK_S)
 
-    def due(self) -> Iterator[Task]:
-        """What is to be done on the disk now; each task is given out once, until its result is in.
+    def due(self) -> Iterator[Work | Suspect]:
+        """What is to be done, or looked at, on the disk now; each is given out once, until its
+        result is in.
 
         A disk that fails is probed, and its suspects are left alone until it can be read.
         """
@@ -143,15 +140,14 @@ class Health:
             self._not_measured(TimeoutError(f"no answer for {self._patience:g} s"))
         if not self._probing and not self.writable and now >= self._probe_at:
             self._probing = True
-            yield Task(Work.PROBE)
+            yield Work.PROBE
         if not (self._probing or self._measuring) and now - self._measured_at > MEASURE_S:
             self._measuring, self._measured_at = True, now
-            yield Task(Work.MEASURE)
+            yield Work.MEASURE
         for suspect in self.suspects.values() if self.readable else ():
             if not suspect.looking and now >= suspect.look_at:
                 suspect.looking = True
-                work = Work.CONDEMN if suspect.looks >= MOST_LOOKS else Work.LOOK
-                yield Task(work, suspect.segment.info)
+                yield suspect
 
     def measured(self, found: int | BaseException) -> None:
         """Take the free bytes, or the reason why they are not known."""
@@ -184,25 +180,23 @@ class Health:
             seconds, self._since = self._clock() - self._since, self._clock()
         logger.warning("the SSD store answers again after %.1f s", seconds)
 
-    def looked(self, segment_id: str, verdict: Verdict) -> StoredSegment | None:
-        """Take the verdict of a look; returns the segment if no other look is needed.
+    def looked(self, suspect: Suspect, verdict: Verdict) -> bool:
+        """Take the verdict of a look; returns whether it has decided about a segment of the tree.
 
         A good one is ready again. What becomes of others that are bad or gone is the caller's.
         """
-        if (suspect := self.suspects.get(segment_id)) is None:
-            return None
+        if self.suspects.get(suspect.segment) is not suspect:
+            return False
         suspect.looking = False
         if verdict in (Verdict.GOOD, Verdict.BAD, Verdict.GONE):
-            del self.suspects[segment_id]
+            del self.suspects[suspect.segment]
             if verdict is Verdict.GOOD:
                 suspect.segment.state = SegmentState.READY
-            return suspect.segment
-        # One that could not be set aside is looked at once more before the next attempt.
-        suspect.looks = min(suspect.looks, MOST_LOOKS - 1) + (verdict is Verdict.UNREADABLE)
-        if suspect.looks < MOST_LOOKS:
-            suspect.look_at = self._clock() + suspect.pause
-            suspect.pause = min(2 * suspect.pause, LONGEST_LOOK_S)
-        return None
+            return True
+        suspect.looks += verdict is Verdict.UNREADABLE
+        suspect.look_at = self._clock() + suspect.pause
+        suspect.pause = min(2 * suspect.pause, LONGEST_LOOK_S)
+        return False
 
     def summary(self) -> dict[str, Any]:
         """State and counters for the statistics page."""

@@ -25,7 +25,7 @@ from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.disk import Answer, StoreDisk
-from impress_sglang.store.health import Task, Verdict, Work
+from impress_sglang.store.health import Suspect, Verdict, Work
 from impress_sglang.store.lookahead import LookAhead
 from impress_sglang.store.losses import Cause
 from impress_sglang.store.memory import StoreMemory
@@ -102,7 +102,7 @@ class PrefixStore:
         self._lookahead = lookahead or LookAhead()
         self._lookahead.tell_to(self.segments.expect)
         self._closed = False
-        self._tasks: list[tuple[Task, Future[Any]]] = []
+        self._tasks: list[tuple[Work | Suspect, Future[Any]]] = []
         # Those of other servers.
         self._orders: list[Purge] = []
         self.quota = Quota(config, self._disk, budget or WriteBudget(config.write_gb_per_day))
@@ -173,14 +173,13 @@ class PrefixStore:
         ended = [own for own in self._tasks if own[1].done()]
         self._tasks = [own for own in self._tasks if own not in ended]
         for task, future in ended:
-            if task.work is Work.MEASURE:
+            if task is Work.MEASURE:
                 self.health.measured(future.exception() or future.result())
-            elif task.info is None:
+            elif task is Work.PROBE:
                 self._take_answer(future.result())
             else:
                 # A look that failed for another reason says nothing about the segment.
-                verdict = Verdict.UNCLEAR if future.exception() else future.result()
-                self._judge(task.info.segment_id, verdict)
+                self._judge(task, Verdict.UNCLEAR if future.exception() else future.result())
 
     def _hear(self, news: News) -> None:
         """Act on what another server has told."""
@@ -280,7 +279,7 @@ class PrefixStore:
             self.segments.check(segment.segment_id)
             state = segment.state
             assert (state is SegmentState.PENDING) == (segment in pending)
-            assert (state is SegmentState.SUSPECT) == (segment.segment_id in self.health.suspects)
+            assert (state is SegmentState.SUSPECT) == (segment in self.health.suspects)
 
     def close(self) -> None:
         """Finish writes, record access times, close files and release the lock; idempotent.
@@ -312,14 +311,14 @@ class PrefixStore:
         finally:
             self._disk.close(self.tree.order.take_changed(len(self.tree)))
 
-    def _judge(self, segment_id: str, verdict: Verdict) -> None:
-        if (segment := self.health.looked(segment_id, verdict)) is None:
+    def _judge(self, suspect: Suspect, verdict: Verdict) -> None:
+        if not self.health.looked(suspect, verdict):
             return
         self.stats.segments_cleared += verdict is Verdict.GOOD
         self.stats.segments_quarantined += verdict is Verdict.BAD
         self.stats.segments_gone += verdict is Verdict.GONE
         if verdict is not Verdict.GOOD:
-            self.writes.lose(segment, Cause.DAMAGED)
+            self.writes.lose(suspect.segment, Cause.DAMAGED)
 
     def _take_answer(self, answer: Answer) -> None:
         """Take the answer to a probe of a failed disk: go on with the segments on it now."""

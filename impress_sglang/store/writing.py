@@ -271,7 +271,7 @@ class SegmentWrites:
         self.losses.note(segment, cause)
         # An estimate until the next measurement.
         self._health.free_bytes += segment.file_bytes
-        self._health.suspects.pop(segment.segment_id, None)
+        self._health.suspects.pop(segment, None)
         self._tree.lose(segment)
         if self._disk.bucket is not None:
             self._disk.bucket.lost(segment)

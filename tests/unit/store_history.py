@@ -25,7 +25,7 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Priority, SegmentInfo
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
-from impress_sglang.store.health import Task, Verdict, Work
+from impress_sglang.store.health import Suspect, Verdict, Work
 from impress_sglang.store.stored import SegmentState, StoredSegment
 from impress_sglang.store.writing import Offer, StoreOutcome
 from tests.faults import FaultyFileSystem
@@ -137,12 +137,12 @@ class StoreHistory(RuleBasedStateMachine):
         self.waiting: list[PartSource] = []
         self.learn_names()
 
-    def hold_look(self, task: Task) -> Future[Any]:
-        if task.info is None:
+    def hold_look(self, task: Work | Suspect) -> Future[Any]:
+        if isinstance(task, Work):
             return self.begin_task(task)
-        assert task.work is Work.LOOK, "every look can see"
+        assert not task.looks, "every look can see"
         look: Future[Verdict] = Future()
-        self.looks.append((task.info, look))
+        self.looks.append((task.segment.info, look))
         return look
 
     def hold_rewrite(self, rewrite: Rewrite) -> Future[Any]:

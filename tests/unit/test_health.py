@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from impress_sglang.store.health import Health, Task, Verdict, Work
+from impress_sglang.store.health import Health, Suspect, Verdict, Work
 from tests.unit.kv_factory import stored_segment
 from tests.unit.waiting import Clock
 
@@ -28,20 +28,25 @@ class World:
         self.segment = stored_segment("a", range(8))
         self.measures = True
         self.due: list[str] = []
+        self.suspect: Suspect | None = None
 
     def step(self, step: str) -> None:
         if step in STEPS:
             STEPS[step](self)
         elif step in VERDICTS:
-            self.health.looked(self.segment.segment_id, Verdict(step))
+            assert self.suspect is not None
+            self.health.looked(self.suspect, Verdict(step))
         else:
             self.clock.now += float(step)
-        self.due = [task.work.name.lower() for task in self.health.due() if not self.measure(task)]
+        self.due = [name for task in self.health.due() for name in self.begun(task)]
 
-    def measure(self, task: Task) -> bool:
-        if task.work is Work.MEASURE and self.measures:
+    def begun(self, task: Work | Suspect) -> list[str]:
+        if isinstance(task, Suspect):
+            self.suspect = task
+            return ["set aside" if task.is_last else "look"]
+        if task is Work.MEASURE and self.measures:
             self.health.measured(7)
-        return task.work is Work.MEASURE
+        return [] if task is Work.MEASURE else ["probe"]
 
 
 STEPS: dict[str, Callable[[World], object]] = {
@@ -57,7 +62,7 @@ STEPS: dict[str, Callable[[World], object]] = {
     "evicted": lambda w: w.health.suspects.clear(),
 }
 VERDICTS = {own.value for own in Verdict}
-NOT_SET_ASIDE = "suspect, unreadable, 1, unreadable, 2, unreadable, 4, unreadable, 8, unreadable"
+FOUR_LOOKS = "suspect, unreadable, 1, unreadable, 2, unreadable, 4, unreadable"
 # What happens, with seconds in between; then the states of disk and segment, and what is due.
 HISTORIES = {
     "1": "ok ready",
@@ -109,17 +114,16 @@ HISTORIES = {
     "suspect, evicted, good, 99": "ok suspect",
     # It is set aside after five looks while the disk answers, and not after others.
     "suspect, unclear, 1, unclear, 2, unclear, 4, unclear, 8, unclear, 16": "ok suspect look",
-    NOT_SET_ASIDE: "ok suspect condemn",
-    f"{NOT_SET_ASIDE}, bad, 99": "ok suspect",
-    f"{NOT_SET_ASIDE}, unclear, 15": "ok suspect",
-    f"{NOT_SET_ASIDE}, unclear, 17": "ok suspect look",
-    f"{NOT_SET_ASIDE}, unclear, 17, unreadable": "ok suspect condemn",
+    f"{FOUR_LOOKS}, 8": "ok suspect set aside",
+    f"{FOUR_LOOKS}, 8, bad, 99": "ok suspect",
+    f"{FOUR_LOOKS}, 8, unclear, 15": "ok suspect",
+    f"{FOUR_LOOKS}, 8, unclear, 17": "ok suspect set aside",
     # Nothing is looked at while the disk cannot be read, and then at once.
     "read fails, suspect, 0.4": "degraded suspect",
     "suspect, unclear, read fails, 0.51, well": "ok suspect look",
     "write fails, suspect": "read-only suspect look",
     # A look that was under way when the disk came back does not count.
-    f"{NOT_SET_ASIDE[:-12]}, 8, read fails, 0.51, well, unreadable, 1": "ok suspect look",
+    f"{FOUR_LOOKS}, 8, read fails, 0.51, well, unreadable, 1": "ok suspect look",
 }
 
 
