@@ -232,11 +232,34 @@ def decode_header(
     most = min(header_bytes - _PREAMBLE.size, _MAX_DESCRIPTION_BYTES)
     if magic != MAGIC or header_bytes > file_bytes or not 0 < description_bytes <= most:
         raise SegmentUnreadable(name, "not a segment of this format")
-    _check_size(name, read(_PREAMBLE.size, description_bytes), header_bytes)
-    body = read(_PREAMBLE.size, header_bytes - _PREAMBLE.size)
-    if _header_checksum(header_bytes, description_bytes, body) != expected:
+    description = read(_PREAMBLE.size, description_bytes)
+    # Nothing is verified yet, so whatever goes wrong here is the file's fault.
+    try:
+        fields = json.loads(description)
+        if (version := fields["version"]) != FORMAT_VERSION:
+            raise SegmentUnreadable(name, f"format version {version} is not supported")
+        # Takes no memory, however many tokens there are.
+        info = info_from(fields, np.broadcast_to(np.int32(0), fields["num_tokens"]))
+        size = info.layout().header_bytes
+    except SegmentUnreadable:
+        raise
+    except Exception as error:
+        raise SegmentUnreadable(name, f"the header cannot be understood: {error}") from error
+    if header_bytes != size:
+        raise SegmentUnreadable(name, "the header has the wrong size")
+    start, offset = _PREAMBLE.size + description_bytes, 0
+    body = bytes(read(start, header_bytes - start))
+    if _header_checksum(header_bytes, description_bytes, bytes(description) + body) != expected:
         raise SegmentUnreadable(name, "the header fails its checksum")
-    return _decode_body(bytes(body), description_bytes)
+    found = dict[str, npt.NDArray[Any]]()
+    for own, (dtype, shape) in info.arrays().items():
+        flat = np.frombuffer(body, dtype, math.prod(shape), offset)
+        # A copy, because tensors and loops require aligned and writable memory.
+        found[own] = flat.reshape(shape).copy()
+        offset += flat.nbytes
+    info = dataclasses.replace(info, tokens=found["tokens"].astype(np.int32))
+    mapping = found["mapping"] if info.reordered else None
+    return SegmentHeader(info, found["checksums"], found["sinks"], mapping, found["fits"])
 
 
 @contextlib.contextmanager
@@ -255,36 +278,14 @@ def reading(segment_id: str) -> Iterator[None]:
         raise StoreUnavailable(segment_id, str(error)) from error
 
 
-def _header_checksum(header_bytes: int, description_bytes: int, body: bytes | bytearray) -> int:
-    return checksum(struct.pack("<QQ", header_bytes, description_bytes) + bytes(body))
+def _header_checksum(header_bytes: int, description_bytes: int, body: bytes) -> int:
+    return checksum(struct.pack("<QQ", header_bytes, description_bytes) + body)
 
 
 def _read(files: FileSystem, descriptor: int, offset: int, size: int) -> bytearray:
     content = bytearray(size)
     files.read(descriptor, offset, memoryview(content))
     return content
-
-
-def _check_size(name: str, description: bytes | bytearray, header_bytes: int) -> None:
-    """Check that a header is as long as its description says, before memory is taken for it.
-
-    Nothing is verified yet, so whatever goes wrong here is the file's fault.
-    """
-    try:
-        fields = json.loads(description)
-        version = fields["version"]
-        if version != FORMAT_VERSION:
-            raise SegmentUnreadable(name, f"format version {version} is not supported")
-        # Takes no memory, however many tokens there are.
-        tokens = np.broadcast_to(np.int32(0), fields["num_tokens"])
-        info = info_from(fields, tokens)
-        expected = info.layout().header_bytes
-    except SegmentUnreadable:
-        raise
-    except Exception as error:
-        raise SegmentUnreadable(name, f"the header cannot be understood: {error}") from error
-    if header_bytes != expected:
-        raise SegmentUnreadable(name, "the header has the wrong size")
 
 
 def info_from(fields: dict[str, Any], tokens: Tokens) -> SegmentInfo:
@@ -310,21 +311,6 @@ def _quality(text: str) -> Quality:
     quality = Quality(*json.loads(text))
     # Most are exact: with one object for all of them, comparisons are fast.
     return EXACT if quality == EXACT else quality
-
-
-def _decode_body(body: bytes, offset: int) -> SegmentHeader:
-    """The header whose description ends at `offset`."""
-    fields: dict[str, Any] = json.loads(body[:offset])
-    tokens = np.frombuffer(body, "<i4", fields["num_tokens"], offset)
-    info = info_from(fields, tokens.astype(np.int32))
-    found = dict[str, npt.NDArray[Any]]()
-    for name, (dtype, shape) in info.arrays().items():
-        flat = np.frombuffer(body, dtype, math.prod(shape), offset)
-        # A copy, because tensors and loops require aligned and writable memory.
-        found[name] = flat.reshape(shape).copy()
-        offset += flat.nbytes
-    mapping = found["mapping"] if info.reordered else None
-    return SegmentHeader(info, found["checksums"], found["sinks"], mapping, found["fits"])
 
 
 class OpenSegment:
