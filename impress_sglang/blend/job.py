@@ -184,7 +184,7 @@ class BlendJob(LoadJob):
         self.row, self.position = torch.cat([resident, self.slots]), self.start
 
     def _open(self, number: int) -> WholeSource:
-        return self.store.open_whole([run.span for run in self._groups[number]], exact=False)
+        return self.store.segments.open([run.span for run in self._groups[number]], exact=False)
 
     def _close(self, source: WholeSource) -> None:
         self.store.close_source(source)

@@ -45,7 +45,7 @@ class PartStore(PrefixStore):
     def open_part(self, match: StoredMatch, start: int, stop: int, *, whole: bool) -> PartSource:
         """Open a source for the tokens [start, stop) of a match; `close_source` closes it.
 
-        `whole`: all of them will be read. It raises as `PrefixStore.open_whole`.
+        `whole`: all of them will be read. It raises as `OpenSegments.open`.
         """
         spans, memory = match.slice(start, stop), self._memory
 

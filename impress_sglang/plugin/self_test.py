@@ -141,7 +141,7 @@ def _error(
     if sum(map(len, spans)) != count:
         return f"only {sum(map(len, spans))} of {count} tokens were stored"
     for exact in (True, False)[: 1 + shape.coded]:
-        source = store.open_whole(spans, exact=exact)
+        source = store.segments.open(spans, exact=exact)
         for part in () if packed is None else packed.parts():
             # What was loaded before shows nothing.
             part[rows] = 0
@@ -164,7 +164,7 @@ def _error(
         first, second = torch.arange(1, 3, device=used.device).split(1)
         given = [_random("states", part, torch.cat([first, second])) for part in states.parts()]
         spans = _stored(store, behind(np.empty(0, np.int32), states), states.read, first, stream)
-        source = store.open_whole(spans, exact=True)
+        source = store.segments.open(spans, exact=True)
         for layer in range(states.shape.num_layers):
             states.fill(filler, layer, source, second, FillStats(), contextlib.nullcontext)
         store.close_source(source)

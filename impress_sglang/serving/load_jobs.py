@@ -210,7 +210,7 @@ class LoadJob:
         Raises:
             PrefixUnreadable: it cannot be opened.
         """
-        return self.store.open_whole(self.spans, exact=self.kv_class.exact)
+        return self.store.segments.open(self.spans, exact=self.kv_class.exact)
 
     def bring(self, source: WholeSource, fill: FillLayer) -> None:
         """Bring all layers from the source that was opened, and close it.
@@ -230,7 +230,7 @@ class LoadJob:
         if any(own.segment.info.windows_from > own.start for own in spans):
             # Another rank can go on behind fewer tokens than this one.
             raise PrefixUnreadable("", "its windows are gone")
-        source = self.store.open_whole(spans, exact=self.kv_class.exact)
+        source = self.store.segments.open(spans, exact=self.kv_class.exact)
         source.layer, source.next_ahead = first - 1, first
         self._bring(source, self.rows, fill, first)
         self.reads.add(source.stats)
@@ -416,7 +416,7 @@ class JobLoader:
 
 def _measure(store: PrefixStore, spans: Sequence[StoredSpan], *, exact: bool) -> None:
     try:
-        source = store.open_whole(spans, exact=exact)
+        source = store.segments.open(spans, exact=exact)
         try:
             source.read_ahead()
             if not source.ended_in_time():

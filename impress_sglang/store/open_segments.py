@@ -293,14 +293,18 @@ class OpenSegments:
         self.retire(old_id)
 
     def open(self, spans: Sequence[StoredSpan], *, exact: bool) -> WholeSource:
-        """Open a source for whole layers of consecutive spans; `close_source` closes it.
+        """Open a source for whole layers of consecutive spans, which `StoredTree.touch` has counted
+        as used; `PrefixStore.close_source` closes it.
+
+        May be called on another thread, which then reads the source.
 
         Where a segment is unlike what its basis was fitted to, codes say too little: then exact KVs
         of all spans are read, in any case.
 
         Raises:
             PrefixUnreadable: a segment cannot be opened, or its rows are in another order, or a
-                layer of exact KVs, where codes were wanted, fits no buffers.
+                layer of exact KVs, where codes were wanted, fits no buffers; the caller should
+                `report` it.
         """
         pool = self._memory.pool
         with self._acquired(spans) as segments:

@@ -33,12 +33,12 @@ from impress_sglang.store.open_segments import OpenSegments
 from impress_sglang.store.orders import Purge
 from impress_sglang.store.peers import News
 from impress_sglang.store.quota import Quota, WriteBudget
-from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
+from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.store.writing import SegmentWrites
 from impress_sglang.tiers.placement import CACHES
 from impress_sglang.transfer.ahead import ReadAhead
 from impress_sglang.transfer.basis_codec import BasisCodec
-from impress_sglang.transfer.sources import StoredSource, WholeSource
+from impress_sglang.transfer.sources import StoredSource
 
 logger = logging.getLogger(__name__)
 
@@ -116,17 +116,6 @@ class PrefixStore:
         if not self.health.readable:
             return StoredMatch()
         return self.tree.match(self.namespace(namespace), tokens, least=least)
-
-    def open_whole(self, spans: Sequence[StoredSpan], *, exact: bool) -> WholeSource:
-        """Open a source for all of some spans, which `tree.touch` has counted as used.
-
-        `exact`: not from codes. May be called on another thread, which then reads the source and
-        gives it back with `close_source`.
-
-        Raises:
-            PrefixUnreadable: a segment is gone or cannot be opened; the caller should `report` it.
-        """
-        return self.segments.open(spans, exact=exact)
 
     def close_source(self, source: StoredSource) -> None:
         """Close a source: count what it has read, and allow its segments to be removed again."""

@@ -199,12 +199,12 @@ def test_what_one_writes_for_both_is_lost_for_both(
 
     wait_until(loaded)
     assert len(files_of(ranks.worlds[0])) == 1
-    open_whole, before = reader.open_whole, loaded()
+    open_whole, before = reader.segments.open, loaded()
     with monkeypatch.context() as patch:
         damage = SegmentUnreadable(next(writer.tree.segments()).segment_id, "damaged")
-        patch.setattr(reader, "open_whole", lambda *_, **__: raise_(damage))
+        patch.setattr(reader.segments, "open", lambda *_, **__: raise_(damage))
         assert loaded() == before
-    assert reader.open_whole == open_whole
+    assert reader.segments.open == open_whole
     wait_until(lambda: loaded() > before)
     ranks.close()
 

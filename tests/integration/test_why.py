@@ -147,7 +147,7 @@ def test_what_could_not_be_opened(world: World, monkeypatch: pytest.MonkeyPatch)
     def open_whole(*_: Any, **__: Any) -> None:
         raise PrefixUnreadable("a test")
 
-    monkeypatch.setattr(world.service.store, "open_whole", open_whole)
+    monkeypatch.setattr(world.service.store.segments, "open", open_whole)
     assert admitted(world)["reason"] == Reason.NOT_OPENED
 
 

@@ -151,7 +151,7 @@ class Desk:
 
 def restored(store: PrefixStore, job: LoadJob) -> list[Tensor]:
     """What the codes of a job are, read on the thread of the test."""
-    source, slots = store.open_whole(job.spans, exact=False), torch.arange(len(job))
+    source, slots = store.segments.open(job.spans, exact=False), torch.arange(len(job))
     assert source.codes
     keys, values, filler = [], [], SlotFiller(SHAPE, CPU)
     for layer in range(SHAPE.num_layers):

@@ -146,7 +146,7 @@ def test_what_a_request_waits_for_stays_in_the_cache(tmp_path: Path, coded: bool
         match = look_up(store, prefix)
         assert match.num_tokens == len(prefix)
         if coded:
-            source = store.open_whole(match.spans, exact=False)
+            source = store.segments.open(match.spans, exact=False)
             for layer in range(bench.shape.num_layers):
                 source.read(layer)
         else:
