@@ -28,7 +28,7 @@ from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
 from impress_sglang.threads import BackgroundThread, compute_alone
 from impress_sglang.tiers.placement import Tier
-from impress_sglang.transfer.sources import OpenSpan, StoredSource
+from impress_sglang.transfer.sources import StoredSource
 from impress_sglang.transfer.wanted import chunks_of
 
 logger = logging.getLogger(__name__)
@@ -47,15 +47,12 @@ class PartStore(PrefixStore):
 
         `whole`: all of them will be read. It raises as `OpenSegments.open`.
         """
-        spans, memory = match.slice(start, stop), self._memory
-
-        def make(opened: list[OpenSpan]) -> PartSource:
-            histories = [self._history(span.segment) for span in spans]
-            places = self._reader, memory.pool, memory.cache
-            return PartSource(opened, histories, *places, whole=whole)
-
+        spans, places = match.slice(start, stop), (self._reader, self._memory.pool, self.cache)
         self.tree.touch(match)
-        return self.segments.open_columns(spans, make)
+        with self.segments.acquired(spans) as segments:
+            opened = self.segments.open_spans(spans, segments, codes=False)
+            histories = [self._history(span.segment) for span in spans]
+            return PartSource(opened, histories, *places, whole=whole)
 
     def _history(self, segment: StoredSegment) -> TokenHistory:
         if segment.history is None:

@@ -37,7 +37,6 @@ from impress_sglang.store.bucket import open_bucket
 from impress_sglang.store.bucket_peer import BucketPeer
 from impress_sglang.store.content import ContentIndex
 from impress_sglang.store.disk_worker import DiskWorker
-from impress_sglang.store.eviction_order import EvictionOrder
 from impress_sglang.store.health import Health, Suspect, Verdict, Work
 from impress_sglang.store.orders import Pins
 from impress_sglang.store.peers import Peers
@@ -163,21 +162,19 @@ class StoreDisk:
             return self._prober.submit(self.files.free_bytes, self.directory.path)
         return self._prober.submit(probe, self.directory)
 
-    def note_uses(self, uses: EvictionOrder) -> None:
+    def note_uses(self) -> None:
         """Record now and then which segments were used, so that it outlasts a killed process."""
         if time.monotonic() < self._note_at:
             return
-        used = uses.take_changed(NOTED_TOGETHER)
-        self._record(used)
-        if len(used) < NOTED_TOGETHER:
+        if self._record_uses(NOTED_TOGETHER) < NOTED_TOGETHER:
             self._note_at = time.monotonic() + NOTE_SECONDS
 
-    def close(self, used: Iterable[StoredSegment] = ()) -> None:
-        """Record when these segments were used, end the threads and release the lock.
+    def close(self) -> None:
+        """Record when segments were used, end the threads and release the lock.
 
         Work that does not end within `--impress-io-timeout` is left behind.
         """
-        self._record(used)
+        self._record_uses(len(self.tree))
         self.peers.close(self._seconds)
         if self.bucket is not None:
             self.bucket.close(self._seconds)
@@ -189,9 +186,11 @@ class StoreDisk:
             # Now the tree is garbage, which the next opening of a store collects first.
             gc.unfreeze()
 
-    def _record(self, used: Iterable[StoredSegment]) -> None:
+    def _record_uses(self, most: int) -> int:
+        used = self.tree.order.take_changed(most)
         if uses := [{"use": segment.use} for segment in used if segment.home is None]:
             self.worker.submit(self.worker.record, *uses)
+        return len(used)
 
 
 def probe(directory: StoreDirectory) -> Answer:

@@ -14,9 +14,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +38,6 @@ from impress_sglang.transfer.sources import OpenSpan, StoredSource, WholeSource
 from impress_sglang.transfer.wanted import chunk_pages
 
 logger = logging.getLogger(__name__)
-_Source = TypeVar("_Source", bound=StoredSource)
 # Over so many bytes SSD and bucket are compared.
 _SOME_BYTES = 1e7
 
@@ -77,7 +75,7 @@ class OpenSegments:
             )
         self._open: dict[str, OpenSegment] = {}
         # By segment, and whether codes are meant: the first id of its chunks, and what the file is.
-        self._ids: dict[tuple[str, bool], tuple[int, SegmentInfo]] = {}
+        self._ids: dict[str, dict[bool, tuple[int, SegmentInfo]]] = {}
         # What requests wait for, including segments that were not read yet.
         self._awaited: dict[str, Sequence[AwaitedRange]] = {}
         self._closing: list[StoredSource] = []
@@ -90,17 +88,17 @@ class OpenSegments:
     @locked
     def first_id(self, info: SegmentInfo, *, codes: bool) -> int:
         """The first id of the chunks of a kind, which are about to be read."""
-        key = info.segment_id, codes
-        if key not in self._ids:
+        kinds = self._ids.setdefault(info.segment_id, {})
+        if codes not in kinds:
             first = self._cache.placement.attach(chunk_pages(info.geometry, codes=codes))
-            self._ids[key] = first, info
+            kinds[codes] = first, info
             if ranges := self._awaited.get(info.segment_id):
                 self._expect(first, info, ranges, codes=codes)
-        return self._ids[key][0]
+        return kinds[codes][0]
 
     def tiers(self, info: SegmentInfo, *, codes: bool) -> npt.NDArray[np.uint8]:
         """The tier of each chunk of a kind, `Tier` values; SSD without an id."""
-        known = self._ids.get((info.segment_id, codes))
+        known = self._ids.get(info.segment_id, {}).get(codes)
         count = len(chunk_pages(info.geometry, codes=codes))
         if known is None:
             return np.full(count, Tier.SSD, np.uint8)
@@ -118,7 +116,7 @@ class OpenSegments:
                 self._awaited[segment_id] = ranges
             else:
                 self._awaited.pop(segment_id, None)
-            for codes, own in self._kinds_of(segment_id):
+            for codes, own in self._ids.get(segment_id, {}).items():
                 self._expect(*own, ranges, codes=codes)
 
     def _expect(
@@ -147,7 +145,7 @@ class OpenSegments:
     def cached_bytes(self, segment_id: str) -> npt.NDArray[np.int64]:
         """How many bytes of a segment are in the caches, by `Tier`."""
         found = np.zeros(len(Tier), np.int64)
-        for codes, (_, info) in self._kinds_of(segment_id):
+        for codes, (_, info) in self._ids.get(segment_id, {}).items():
             pages = chunk_pages(info.geometry, codes=codes)
             counts = np.bincount(self.tiers(info, codes=codes), pages, len(Tier))
             found += counts.astype(np.int64) * BLOCK_BYTES
@@ -268,14 +266,8 @@ class OpenSegments:
             self._forget(segment_id)
 
     def _forget(self, segment_id: str) -> None:
-        for codes, (first, info) in self._kinds_of(segment_id):
-            del self._ids[segment_id, codes]
+        for codes, (first, info) in self._ids.pop(segment_id, {}).items():
             self._cache.placement.detach(first, len(chunk_pages(info.geometry, codes=codes)))
-
-    def _kinds_of(self, segment_id: str) -> list[tuple[bool, tuple[int, SegmentInfo]]]:
-        """What is known of the chunks of a segment, by whether codes are meant."""
-        kinds = ((codes, self._ids.get((segment_id, codes))) for codes in (False, True))
-        return [(codes, own) for codes, own in kinds if own is not None]
 
     @locked
     def succeed(self, old_id: str, new: SegmentInfo, shares: Floats) -> None:
@@ -286,7 +278,7 @@ class OpenSegments:
             new: its new description.
             shares: float64 [chunks], expected share of wanted rows.
         """
-        if (old := self._ids.get((old_id, False))) is not None:
+        if (old := self._ids.get(old_id, {}).get(False)) is not None:
             ids = np.arange(new.geometry.total_chunks)
             first = self.first_id(new, codes=False)
             self._cache.placement.inherit(first + ids, old[0] + ids, shares)
@@ -307,17 +299,17 @@ class OpenSegments:
                 `report` it.
         """
         pool = self._memory.pool
-        with self._acquired(spans) as segments:
+        with self.acquired(spans) as segments:
             # Of codes that stand alone this was asked when they were written.
             unlike = self._shape.exact and any(is_unlike(own.fits) for own in segments)
             if not exact and not unlike:
-                opened = self._open_spans(spans, segments, codes=True)
+                opened = self.open_spans(spans, segments, codes=True)
                 return WholeSource(opened, self._reader, pool, self._cache, codes=True)
             for segment in segments:
                 # Which only `paper/` restores.
                 if segment.mapping is not None:
                     raise SegmentUnreadable(segment.segment_id, "was reordered")
-            opened = self._open_spans(spans, segments, codes=False)
+            opened = self.open_spans(spans, segments, codes=False)
             source = WholeSource(opened, self._reader, pool, self._cache, codes=False)
             if not exact and source.layer_bytes > pool.limit_bytes:
                 # Found before it is read: it is no failure of the drive.
@@ -328,20 +320,10 @@ class OpenSegments:
                 )
             return source
 
-    def open_columns(
-        self, spans: Sequence[StoredSpan], make: Callable[[list[OpenSpan]], _Source]
-    ) -> _Source:
-        """Open a source for consecutive spans of exact KVs, as `make` makes it.
-
-        Raises:
-            PrefixUnreadable: a segment cannot be opened, or `make` raises that.
-        """
-        with self._acquired(spans) as segments:
-            return make(self._open_spans(spans, segments, codes=False))
-
     @contextlib.contextmanager
-    def _acquired(self, spans: Sequence[StoredSpan]) -> Iterator[list[OpenSegment]]:
-        """The segments of spans, for one more reader of each, unless the body raises."""
+    def acquired(self, spans: Sequence[StoredSpan]) -> Iterator[list[OpenSegment]]:
+        """The segments of spans, for one more reader of each, unless the body raises; raises as
+        `acquire`."""
         segments = list[OpenSegment]()
         try:
             for span in spans:
@@ -352,9 +334,10 @@ class OpenSegments:
                 self.release(done.segment_id)
             raise
 
-    def _open_spans(
+    def open_spans(
         self, spans: Sequence[StoredSpan], segments: Sequence[OpenSegment], *, codes: bool
     ) -> list[OpenSpan]:
+        """What a source of consecutive spans reads in segments that were acquired for it."""
         assert codes or self._shape.exact, "only codes are kept"
         self._cache.placement.advance()
         return [

@@ -196,7 +196,7 @@ class PrefixStore:
         # When results are known: one that was there long ago is not late.
         self._tasks += [(task, self._disk.begin(task)) for task in self.health.due()]
         if self.health.writable:
-            self._disk.note_uses(self.tree.order)
+            self._disk.note_uses()
 
     def expire(self, segments: list[StoredSegment]) -> None:
         """Remove segments that have expired."""
@@ -298,7 +298,7 @@ class PrefixStore:
             self.segments.close(seconds)
             self._reader.close()
         finally:
-            self._disk.close(self.tree.order.take_changed(len(self.tree)))
+            self._disk.close()
 
     def _judge(self, suspect: Suspect, verdict: Verdict) -> None:
         if not self.health.looked(suspect, verdict):

@@ -26,7 +26,7 @@ def check_store(store: PrefixStore) -> None:
     names, opened = {own.segment_id for own in segments if own.on_disk}, store.segments._open
     for name, own in opened.items():
         assert own.readers > 0 and own.retired == (name not in names)
-    assert {name for name, _ in store.segments._ids} <= names | opened.keys()
+    assert store.segments._ids.keys() <= names | opened.keys()
     store.cache.placement.check_integrity()
 
 
