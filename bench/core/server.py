@@ -32,7 +32,7 @@ def _set_ssd_mbps(cache: ServedCache, asked: Any) -> Any:
 def _reorder_all(cache: ServedCache, _: Any) -> Any:
     store = cache.service.served.store
     assert isinstance(store, PartStore)
-    store.reorders.enqueue(force=True)
+    store.enqueue_rewrites(force=True)
     store.poll()
     return cache.summary()["reorder"]
 

@@ -205,14 +205,14 @@ class ServingRuntime(Service):
 
     def reorder(self) -> dict[str, int]:
         """Search for prefixes worth reordering."""
-        self.parts.reorders.enqueue()
+        self.parts.enqueue_rewrites()
         self.store.poll()
-        return self.parts.reorders.summary()
+        return self.parts.rewrites
 
     def summary(self) -> dict[str, Any]:
         """See `Service.summary`."""
         store = self.served.opened
-        reorders = store.reorders.summary() if isinstance(store, PartStore) else None
+        reorders = store.rewrites if isinstance(store, PartStore) else None
         return {**super().summary(), "reorder": reorders}
 
 

@@ -34,13 +34,42 @@ from impress_sglang.transfer.wanted import chunks_of
 logger = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(slots=True)
+class Rewrite:
+    """What the thread of a rewrite has to know.
+
+    `segment` is the old file, and `info` describes the new one. `average` and `order_key` float32
+    [L, head groups, t] are the token history's.
+    """
+
+    stored: StoredSegment
+    segment: OpenSegment
+    info: SegmentInfo
+    average: Float32s
+    order_key: Float32s
+    node_starts: list[int]
+
+
 class PartStore(PrefixStore):
-    """A store that knows which tokens of its segments matter, and orders them by that."""
+    """A store that knows which tokens of its segments matter, and rewrites these by that.
+
+    The store's thread makes the quick decisions. Finding the order and writing are done on a thread
+    of their own, one segment after the other. Memory is bounded by two layers of one segment.
+    """
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         """See `PrefixStore`."""
         super().__init__(*arguments, **keywords)
-        self.reorders = Reorders(self)
+        # Seconds between looks for segments to rewrite; 0 for none.
+        self._interval = self._config.reorder_interval
+        self._reorders = make_policy(self._config).reorders
+        self._counts = dict.fromkeys(("segments", "failed", "without_space", "bytes_written"), 0)
+        self._next_look = time.monotonic() + self._interval
+        self._rewriter = BackgroundThread("impress-reorder", compute_alone)
+        self._queue: collections.deque[StoredSegment] = collections.deque()
+        self._job: tuple[Rewrite, Future[Floats]] | None = None
+        # Segments that were read since the last look.
+        self._read: dict[str, None] = {}
 
     def open_part(self, match: StoredMatch, start: int, stop: int, *, whole: bool) -> PartSource:
         """Open a source for the tokens [start, stop) of a match; `close_source` closes it.
@@ -90,113 +119,51 @@ class PartStore(PrefixStore):
     def close_source(self, source: StoredSource) -> None:
         """See `PrefixStore.close_source`; a rewrite of what was read may pay now."""
         super().close_source(source)
-        self.reorders.note_read(source.segment_ids)
+        if self._reorders:
+            self._read.update(dict.fromkeys(source.segment_ids))
 
     def leave_disk(self) -> None:
-        """See `PrefixStore.leave_disk`."""
+        """See `PrefixStore.leave_disk`; a running rewrite is finished, unless that takes longer."""
         try:
             self.writes.drain()
-            self.reorders.close(self._config.io_timeout)
+            self._queue.clear()
+            self._rewriter.close(self._config.io_timeout)
+            self._end_rewrite()
         finally:
             super().leave_disk()
 
+    @property
+    def rewrites(self) -> dict[str, int]:
+        """Counters for the statistics page; `pending` segments are being rewritten or wait."""
+        return {"pending": len(self._queue) + (self._job is not None), **self._counts}
+
     def _take(self) -> None:
         super()._take()
-        self.reorders.settle()
+        self._end_rewrite()
 
     def _begin_due(self) -> None:
         super()._begin_due()
         if self.health.writable:
             try:
-                self.reorders.poll()
+                self._begin_rewrites()
             except PrefixUnreadable as error:
                 self.report(error)
 
-    def take_over(self, stored: StoredSegment, info: SegmentInfo, shares: Floats) -> None:
-        """Let the new file of a reordered segment take the place of the old one.
-
-        `shares` float64 [chunks] are those of wanted rows that are expected of each chunk.
-        """
-        old_id, old_bytes, new_bytes = (
-            stored.segment_id,
-            stored.file_bytes,
-            info.layout().file_bytes,
-        )
-        self.tree.replace(stored, info, new_bytes)
-        self.segments.succeed(old_id, info, shares)
-        if not self._closed:
-            # Otherwise this may be another thread, and the look-ahead is another store's.
-            self._lookahead.succeed(old_id, info.segment_id)
-        self.quota.budget.spend(new_bytes)
-        self.health.free_bytes -= new_bytes - old_bytes
-        self.stats.bytes_written += stored.file_bytes
-        # The old version was read to the end, so what was written from it is verified.
-        self.health.suspects.pop(stored, None)
-        stored.state = SegmentState.READY
-        self.worker.delete({old_id: old_bytes}, stored)
-
-
-@dataclasses.dataclass(slots=True)
-class Rewrite:
-    """What the thread of a rewrite has to know.
-
-    `segment` is the old file, and `info` describes the new one. `average` and `order_key` float32
-    [L, head groups, t] are the token history's.
-    """
-
-    stored: StoredSegment
-    segment: OpenSegment
-    info: SegmentInfo
-    average: Float32s
-    order_key: Float32s
-    node_starts: list[int]
-
-
-class Reorders:
-    """Segments of a store that wait for their rewrite, and the one that is being rewritten.
-
-    The store's thread makes the quick decisions. Finding the order and writing are done on a thread
-    of its own. Memory is bounded by two layers of one segment.
-    """
-
-    def __init__(self, store: PartStore) -> None:
-        self._store, self._tree, self._disk = store, store.tree, store._disk
-        # Seconds between looks for segments to rewrite; 0 for none.
-        self._interval = store._config.reorder_interval
-        self._enabled = make_policy(store._config).reorders
-        self._stats = dict.fromkeys(("segments", "failed", "without_space", "bytes_written"), 0)
-        self._next_look = time.monotonic() + self._interval
-        self._thread = BackgroundThread("impress-reorder", compute_alone)
-        self._queue: collections.deque[StoredSegment] = collections.deque()
-        self._job: tuple[Rewrite, Future[Floats]] | None = None
-        # Segments that were read since the last look.
-        self._read: dict[str, None] = {}
-
-    @property
-    def pending(self) -> int:
-        """How many segments are being rewritten or wait."""
-        return len(self._queue) + (self._job is not None)
-
-    def note_read(self, segment_ids: Sequence[str]) -> None:
-        """Note that these segments were read, so that a rewrite may pay now."""
-        if self._enabled:
-            self._read.update(dict.fromkeys(segment_ids))
-
-    def enqueue(self, *, force: bool = False) -> int:
+    def enqueue_rewrites(self, *, force: bool = False) -> int:
         """Queue recently read segments that may pay; with `force`, all with selected tokens.
 
         A rewrite may pay once more bytes were read of selected tokens, since the segment got its
         order, than its file has; then twice as many, and so on, for later orders change less.
         Returns how many are queued; 0 for a policy that does not reorder.
         """
-        if not self._enabled:
+        if not self._reorders:
             return 0
         self._next_look = time.monotonic() + self._interval
         waiting = {segment.segment_id for segment in self._queue}
         if self._job is not None:
             waiting.add(self._job[0].segment.segment_id)
         # Looking at all segments would take longer the more are stored.
-        for segment in self._tree.segments() if force else map(self._tree.get, self._read):
+        for segment in self.tree.segments() if force else map(self.tree.get, self._read):
             if segment is None or segment.segment_id in waiting or not segment.ready:
                 continue
             # Other servers' are theirs.
@@ -209,19 +176,19 @@ class Reorders:
         self._read.clear()
         return len(self._queue)
 
-    def poll(self) -> None:
+    def _begin_rewrites(self) -> None:
         """Begin a rewrite if none is running, and its file fits beside all others.
 
         Files that are still being removed count as gone. A rewrite does not queue behind their
         removal, so it waits if it needs their room. It raises `PrefixUnreadable` if a segment
         cannot be opened.
         """
-        quota, removing = self._store.quota, self._store.worker.removing_bytes
+        quota, removing = self.quota, self.worker.removing_bytes
         if self._interval and time.monotonic() >= self._next_look:
-            self.enqueue()
+            self.enqueue_rewrites()
         while self._queue and self._job is None:
             segment = self._queue[0]
-            there = self._tree.get(segment.segment_id) is segment and segment.ready
+            there = self.tree.get(segment.segment_id) is segment and segment.ready
             # With mapping lists, a file is longer than the first one of the same tokens.
             info = dataclasses.replace(segment.info, generation=segment.info.generation + 1)
             file_bytes = info.layout().file_bytes
@@ -230,19 +197,18 @@ class Reorders:
                 return
             self._queue.popleft()
             if there and fits:
-                self._begin(segment, dataclasses.replace(info, segment_id=uuid.uuid4().hex))
+                self._begin_rewrite(segment, dataclasses.replace(info, segment_id=uuid.uuid4().hex))
                 quota.reserved_bytes = file_bytes
-            self._stats["without_space"] += there and not fits
+            self._counts["without_space"] += there and not fits
 
-    def _begin(self, stored: StoredSegment, info: SegmentInfo) -> None:
-        history = stored.history
-        assert history is not None
-        old, starts = self._store.segments.acquire(stored), [own.start for own in stored.path]
+    def _begin_rewrite(self, stored: StoredSegment, info: SegmentInfo) -> None:
+        history, starts = self._history(stored), [own.start for own in stored.path]
+        old = self.segments.acquire(stored)
         rewrite = Rewrite(stored, old, info, history.average, history.order_key, starts)
         self._job = rewrite, self._submit(rewrite)
 
     def _submit(self, rewrite: Rewrite) -> Future[Floats]:
-        return self._thread.submit(self._run, rewrite)
+        return self._rewriter.submit(self._run, rewrite)
 
     def _run(self, rewrite: Rewrite) -> Floats:
         """Write and publish the new file, with the age of the old one, on the thread.
@@ -279,39 +245,40 @@ class Reorders:
         )
         return chunk_shares(rewrite.average, mapping, info.layout())
 
-    def settle(self) -> None:
+    def _end_rewrite(self) -> None:
         """Act on the end of the running rewrite, if it has ended."""
         if self._job is None or not self._job[1].done():
             return
         (job, future), self._job = self._job, None
-        store, stored, old_id = self._store, job.stored, job.segment.segment_id
-        new_bytes, error = job.info.layout().file_bytes, future.exception()
-        store.segments.release(old_id)
-        store.quota.reserved_bytes = 0
-        if error is None and self._tree.get(old_id) is stored and stored.on_disk:
-            store.take_over(stored, job.info, future.result())
-            assert stored.history is not None
-            stored.history.ssd_bytes = 0
-            self._stats["segments"] += 1
-            self._stats["bytes_written"] += new_bytes
+        stored, old_id, new_id = job.stored, job.segment.segment_id, job.info.segment_id
+        old_bytes, new_bytes = stored.file_bytes, job.info.layout().file_bytes
+        error = future.exception()
+        self.segments.release(old_id)
+        self.quota.reserved_bytes = 0
+        if error is None and self.tree.get(old_id) is stored and stored.on_disk:
+            self.tree.replace(stored, job.info, new_bytes)
+            self.segments.succeed(old_id, job.info, future.result())
+            if not self._closed:
+                # Otherwise this may be another thread, and the look-ahead is another store's.
+                self._lookahead.succeed(old_id, new_id)
+            self.quota.budget.spend(new_bytes)
+            self.health.free_bytes -= new_bytes - old_bytes
+            self.stats.bytes_written += new_bytes
+            # The old version was read to the end, so what was written from it is verified.
+            self.health.suspects.pop(stored, None)
+            stored.state = SegmentState.READY
+            self.worker.delete({old_id: old_bytes}, stored)
+            self._history(stored).ssd_bytes = 0
+            self._counts["segments"] += 1
+            self._counts["bytes_written"] += new_bytes
             return
         # Perhaps the file is published already, or could not be removed.
-        store.worker.delete({job.info.segment_id: new_bytes})
+        self.worker.delete({new_id: new_bytes})
         if error is None or isinstance(error, WriteAbandoned):
             return
-        self._stats["failed"] += 1
+        self._counts["failed"] += 1
         logger.warning("a segment could not be reordered: %s", error)
         if isinstance(error, PrefixUnreadable):
-            store.report(error)
+            self.report(error)
         elif isinstance(error, OSError):
-            store.health.failed("a segment could not be reordered", error, reading=False)
-
-    def summary(self) -> dict[str, int]:
-        """Counters for the statistics page; `pending` segments are being rewritten or wait."""
-        return {"pending": self.pending, **self._stats}
-
-    def close(self, seconds: float) -> None:
-        """Forget waiting segments, and finish a running rewrite, unless that takes longer."""
-        self._queue.clear()
-        self._thread.close(seconds)
-        self.settle()
+            self.health.failed("a segment could not be reordered", error, reading=False)

@@ -311,7 +311,7 @@ def lose(bench: Workbench, store: PrefixStore, segment_id: str, *, gone: bool = 
 def check_index(store: PrefixStore) -> None:
     """Its rows are those of the tree; waits for the disk, and for pending writes."""
     store.writes.drain()
-    if not (isinstance(store, PartStore) and store.reorders.pending):
+    if not (isinstance(store, PartStore) and store.rewrites["pending"]):
         store.worker.submit(store.worker.journal.record).result()
         indexed = store.worker.submit(store.worker.journal.segments).result()
         # An extra row is that of a file that could not be removed, which was logged.

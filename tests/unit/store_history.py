@@ -131,8 +131,8 @@ class StoreHistory(RuleBasedStateMachine):
         self.begin_task = self.store._disk.begin
         mock.patch.object(self.store._disk, "begin", self.hold_look).start()
         self.held_rewrite: tuple[Rewrite, Future[Any]] | None = None
-        self.run_rewrite = self.store.reorders._submit
-        mock.patch.object(self.store.reorders, "_submit", self.hold_rewrite).start()
+        self.run_rewrite = self.store._submit
+        mock.patch.object(self.store, "_submit", self.hold_rewrite).start()
         self.store._memory.pool.limit_bytes = ROOM_BYTES
         self.waiting: list[PartSource] = []
         self.learn_names()

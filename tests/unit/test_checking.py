@@ -57,7 +57,7 @@ def test_what_is_reordered_between_steps_is_checked_all_the_same(
             for number in (0, 18):
                 select(used, prompt(number), 2, 5)
             reorder(used)
-    assert used.reorders.summary()["segments"] == 2
+    assert used.rewrites["segments"] == 2
     assert set(looked) == set(used.tree.segments()) and len(looked) == len(used.tree)
 
 

@@ -51,7 +51,7 @@ def put_selected(bench: Workbench, store: PartStore, tokens: tuple[int, ...], *c
 
 def finish(store: PartStore) -> None:
     """Poll until nothing is left to reorder, and old files are removed."""
-    stores.until(store, lambda: not store.reorders.summary()["pending"])
+    stores.until(store, lambda: not store.rewrites["pending"])
     store.worker.submit(int).result()
 
 
@@ -63,7 +63,7 @@ def mapping_of(bench: Workbench, store: PartStore, tokens: Sequence[int]) -> np.
 
 
 def reorder(store: PartStore) -> None:
-    assert store.reorders.enqueue(force=True) > 0
+    assert store.enqueue_rewrites(force=True) > 0
     finish(store)
 
 
@@ -84,7 +84,7 @@ class Held:
             write_segment(*args, **kwargs)
 
     def begin(self, store: PartStore) -> None:
-        store.reorders.enqueue(force=True)
+        store.enqueue_rewrites(force=True)
         store.poll()
         assert self.entered.wait(30)
 
@@ -109,8 +109,8 @@ def test_a_new_file_takes_the_place_of_the_old_one(
     # What was measured last stands.
     store.health._measured_at, store.health.free_bytes = math.inf, 10**9
 
-    assert store.reorders.enqueue(force=True) == 1
-    assert store.reorders.summary()["pending"] == 1
+    assert store.enqueue_rewrites(force=True) == 1
+    assert store.rewrites["pending"] == 1
     finish(store)
 
     new = stores.path_of(bench, look_up(store, tokens))
@@ -120,9 +120,9 @@ def test_a_new_file_takes_the_place_of_the_old_one(
     assert store.summary()["used_bytes"] == new.stat().st_size == segment.file_bytes
     assert store.health.free_bytes == 10**9 + used - segment.file_bytes
     assert (segment.file_bytes > used) == (count == 1000)
-    nothing = dict.fromkeys(store.reorders.summary(), 0)
+    nothing = dict.fromkeys(store.rewrites, 0)
     done = {"segments": 1, "bytes_written": segment.file_bytes}
-    assert store.reorders.summary() == nothing | done
+    assert store.rewrites == nothing | done
     assert store.stats.bytes_written == used + segment.file_bytes
     check_rows(store, tokens)
     check_rows(bench.reopen(store), tokens)
@@ -195,7 +195,7 @@ def test_a_segment_that_is_lost_meanwhile_stays_lost(
     store.writes.drain()
     held.end(store)
 
-    assert store.reorders.summary()["segments"] == 0
+    assert store.rewrites["segments"] == 0
     check_rows(store, prompt(1, 20))
     check_rows(store, prompt(2))
     assert {s.info.generation for s in store.tree.segments()} == {0}
@@ -213,12 +213,12 @@ def test_what_is_purged_while_it_is_rewritten_gets_no_name(
     assert Purge().step(store).tokens == 8
     store.worker.submit(int).result()
     held.go_on.set()
-    assert store.reorders._job is not None
-    assert isinstance(store.reorders._job[1].exception(), WriteAbandoned)
+    assert store._job is not None
+    assert isinstance(store._job[1].exception(), WriteAbandoned)
     assert bench.files() == set()
     finish(store)
-    nothing = dict.fromkeys(store.reorders.summary(), 0)
-    assert store.reorders.summary() == nothing, "it has not failed"
+    nothing = dict.fromkeys(store.rewrites, 0)
+    assert store.rewrites == nothing, "it has not failed"
 
 
 @pytest.mark.parametrize("reason", ["quota", "free space"])
@@ -233,8 +233,8 @@ def test_without_space_it_is_not_begun(bench: Workbench, reason: str) -> None:
 
     reorder(store)
 
-    nothing = dict.fromkeys(store.reorders.summary(), 0)
-    assert store.reorders.summary() == nothing | {"without_space": 1}
+    nothing = dict.fromkeys(store.rewrites, 0)
+    assert store.rewrites == nothing | {"without_space": 1}
     assert bench.files() == name
     assert store.summary()["used_bytes"] == bench.one
     check_rows(store, prompt(1))
@@ -250,7 +250,7 @@ def test_a_damaged_block_costs_the_segment(bench: Workbench, store: PartStore) -
     stores.look_again(store)
 
     check_store(store)
-    assert store.reorders.summary()["failed"] == 1
+    assert store.rewrites["failed"] == 1
     assert store.stats.segments_unreadable == 1
     assert length(store, prompt(1, 20)) == 0
     check_rows(store, prompt(2))
@@ -271,13 +271,13 @@ def test_reordering_begins_at_each_interval_if_reads_were_many(
     def rewritten(read_bytes: int) -> int:
         assert segment.history is not None
         segment.history.ssd_bytes = read_bytes
-        store.reorders.note_read([segment.segment_id])
+        store._read[segment.segment_id] = None
         for seconds in (590, 20):
             now[0] += seconds
             store.poll()
-            assert seconds == 20 or not store.reorders.pending
+            assert seconds == 20 or not store.rewrites["pending"]
         finish(store)
-        return store.reorders.summary()["segments"]
+        return store.rewrites["segments"]
 
     assert rewritten(segment.file_bytes) == 0
     assert rewritten(segment.file_bytes + 1) == 1
@@ -291,7 +291,7 @@ def test_closing_finishes_the_rewrite_in_work_and_forgets_the_others(bench: Work
     store = bench.open()
     for number in (1, 2):
         put_selected(bench, store, prompt(number), 3)
-    store.reorders.enqueue(force=True)
+    store.enqueue_rewrites(force=True)
     store.poll()
 
     store = bench.reopen(store)

@@ -128,12 +128,12 @@ class StoreMachine(StoreHistory):
 
     @rule(at_once=st.booleans())
     def reorder(self, at_once: bool) -> None:
-        self.store.reorders.enqueue(force=True)
+        self.store.enqueue_rewrites(force=True)
         self.wait_for_removals()
-        while at_once and self.store.reorders.pending and not self.store.worker.removing_bytes:
+        while at_once and self.store.rewrites["pending"] and not self.store.worker.removing_bytes:
             self.go_on_reordering()
 
-    @precondition(lambda self: self.store.reorders.summary()["pending"])
+    @precondition(lambda self: self.store.rewrites["pending"])
     @rule()
     def go_on_reordering(self) -> None:
         self.poll()

@@ -26,7 +26,7 @@ def test_the_threads_of_a_store_compute_alone(tmp_path: Path) -> None:
     torch.set_num_threads(2)
     try:
         assert store.worker.submit(torch.get_num_threads).result() == 1
-        assert store.reorders._thread.submit(torch.get_num_threads).result() == 1
+        assert store._rewriter.submit(torch.get_num_threads).result() == 1
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
