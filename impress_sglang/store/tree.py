@@ -188,21 +188,16 @@ class StoredTree:
         return self._attach(segment, node, length - node.start)
 
     def replace(self, segment: StoredSegment, info: SegmentInfo, file_bytes: int) -> None:
-        """Give a segment another file with the same tokens."""
+        """Give a segment another file with the same tokens, which is one of ours."""
         assert np.array_equal(segment.info.tokens, info.tokens)
+        renamed = info.segment_id != segment.segment_id
+        del self._segments[segment.segment_id]
         assert info.segment_id not in self._segments
-        self._segments[info.segment_id] = self._segments.pop(segment.segment_id)
+        self._segments[info.segment_id] = segment
         self._count(segment, file_bytes - segment.file_bytes)
-        segment.info, segment.file_bytes = info, file_bytes
-        for own in (segment, *self.on_top(segment)):
+        segment.info, segment.file_bytes, segment.home = info, file_bytes, None
+        for own in (segment, *(self.on_top(segment) if renamed else ())):
             self.order.change(own)
-
-    def take_over(self, segment: StoredSegment, file_bytes: int) -> None:
-        """Make a segment that another store has one of ours, with a file of its own."""
-        assert segment.home is not None and not segment.file_bytes
-        self._count(segment, file_bytes)
-        segment.home, segment.file_bytes = None, file_bytes
-        self.order.change(segment)
 
     def lose(self, segment: StoredSegment) -> None:
         """Mark a segment as lost: it has no file any more.

@@ -394,7 +394,7 @@ class SegmentWrites:
                 # Purged meanwhile.
                 self._worker.delete({info.segment_id: size})
             else:
-                self._tree.take_over(segment, size)
+                self._tree.replace(segment, info, size)
                 self._quota.budget.spend(size)
                 bucket.stored(segment, send=False)
         if not bucket.whole:
