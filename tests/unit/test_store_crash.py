@@ -96,8 +96,8 @@ def reorder_something(directory: Path, progress: Path) -> None:
         read_rows(source, layer, selected)
         source.note_selection(layer, selected.numpy(), torch.ones(head_groups, length))
     store.close_source(source)
-    assert store.reorders.enqueue(force=True) == 1
-    until(store, lambda: not store.reorders.summary()["pending"])
+    assert store.enqueue_rewrites(force=True) == 1
+    until(store, lambda: not store.rewrites["pending"])
     store.close()
 
 
