@@ -18,14 +18,19 @@ DOCS_FILES := README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs examples patch
 # Tests of a module share fixtures, so each stays in one of the processes; the longest come first.
 TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test unit servers lint format docs install clean
+# The oldest release of SGLang that is supported, in an environment whose other files are links.
+OLDEST := $(shell grep -oE 'sglang>=[0-9.]+' pyproject.toml | cut -c9-)
+OLDEST_VENV := $(VENV)-$(OLDEST)
+TEST := tests/serving/test_restart.py tests/serving/test_orders.py
+
+.PHONY: demo test unit servers oldest lint format docs install clean
 
 demo: install
 	$(BIN)/python -m demo
 
-# Both run, whatever the first one finds.
+# All run, whatever the first one finds.
 test:
-	@$(MAKE) --keep-going unit servers
+	@$(MAKE) --keep-going unit servers oldest
 
 unit: install
 	$(BIN)/python -m pytest tests/unit tests/integration -m "not alone" $(TWO)
@@ -34,6 +39,12 @@ unit: install
 servers: install
 	$(BIN)/python -m pytest tests/serving $(TWO)
 	$(BIN)/python -m pytest $$(grep -rl mark.alone tests/unit) -m alone
+
+oldest: install
+	rm -rf $(OLDEST_VENV)
+	cp -al $(VENV)/. $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --no-deps sglang==$(OLDEST)
+	$(OLDEST_VENV)/bin/python -m pytest $(TEST)
 
 lint: install
 	$(BIN)/ruff check .

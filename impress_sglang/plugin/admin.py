@@ -54,7 +54,9 @@ def around_message(original: Callable[..., Any], scheduler: Any, message: Any) -
     def answer() -> None:
         text = None if cache is None else handle(cache, message.rid)
         output = SetInternalStateReqOutput(updated=cache is not None, rid=text)
-        scheduler.send_control_output(output, message)
+        # SGLang 0.5.22 has no method of its own for it.
+        send = getattr(scheduler, "send_control_output", None)
+        (send or scheduler.ipc_channels.send_to_tokenizer.send_output)(output, message)
 
     (ALONE if cache is None else cache.ranks).together(answer)
     return None
