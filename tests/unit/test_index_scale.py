@@ -15,15 +15,12 @@ from impress_sglang.store.places import Places
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import Node, StoredSegment
 from impress_sglang.store.tree import StoredTree
-from impress_sglang.store.writing import StoreOutcome
 from tests.unit.kv_factory import as_tokens, stored_segment
 from tests.unit.store_checks import check_tree
 from tests.unit.store_factory import (
     Workbench,
     check_three_prefixes,
-    gb,
     index_of,
-    lengths,
     name_of,
     prompt,
     three_prefixes,
@@ -168,19 +165,6 @@ def test_a_match_passes_a_segment_in_one_step(monkeypatch: pytest.MonkeyPatch) -
             ]
 
     assert len(steps) == 4 * (1 + 2 + 2)
-
-
-def test_what_is_served_from_the_pool_stays(bench: Workbench) -> None:
-    """A prefix that never leaves SGLang's pool is offered with each prompt, and never read."""
-    store = bench.open(ssd_gb=gb(3 * bench.one))
-    bench.put_all(store, 1, 2, 3)
-
-    assert bench.offer(store, prompt(1)) is StoreOutcome.KNOWN
-    bench.put(store, prompt(4))
-    assert bench.offer(store, prompt(1)) is StoreOutcome.KNOWN
-    bench.put(store, prompt(5))
-
-    assert lengths(store, 1, 2, 3, 4, 5) == [8, 0, 0, 8, 8]
 
 
 def test_a_killed_process_has_told_what_was_used(bench: Workbench, store: PrefixStore) -> None:

@@ -49,19 +49,6 @@ def forget(store: PrefixStore, *args: Any, **fields: Any) -> Purged:
     return step
 
 
-def test_a_pinned_prefix_outlasts_newer_ones(bench: Workbench) -> None:
-    store = bench.open(ssd_gb=gb(4 * bench.one))
-    bench.put_all(store, 1, 2)
-    assert pin(store, prompt(1)) is None
-    bench.put_all(store, *range(50, 58))
-    assert length(store, prompt(1)) == 8 and length(store, prompt(2)) == 0
-    assert store.pins.summary() == {"prefixes": 1, "bytes": bench.one}
-
-    assert unpin(store, prompt(1)) == 1 and unpin(store, prompt(1)) == 0
-    bench.put_all(store, *range(70, 78))
-    assert length(store, prompt(1)) == 0
-
-
 def test_the_state_behind_a_pinned_prefix_stays(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +93,7 @@ def test_what_is_stored_anew_of_a_pinned_prefix_is_pinned(
     store = bench.open(ssd_gb=gb(4 * bench.one))
     bench.put(store, prompt(1))
     assert pin(store, prompt(1)) is None
+    assert store.pins.summary() == {"prefixes": 1, "bytes": bench.one}
     lose(bench, store, name_of(store, prompt(1)))
     assert store.pins.summary() == {"prefixes": 1, "bytes": 0}
     bench.put(store, prompt(1))

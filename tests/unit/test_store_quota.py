@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from impress_sglang.store import disk_worker
-from impress_sglang.store.lookahead import LookAhead
 from impress_sglang.store.quota import WriteBudget
 from impress_sglang.store.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
@@ -13,24 +12,6 @@ from tests.unit import store_factory as stores
 from tests.unit.store_checks import check_store
 from tests.unit.store_factory import Workbench, check_rows, length, lengths, look_up, prompt
 from tests.unit.waiting import wait_until
-
-
-def test_the_least_recently_used_prefix_goes_first(bench: Workbench) -> None:
-    """Only reading is use: a look-up happens for every waiting request, again and again."""
-    store = bench.open(ssd_gb=stores.gb(3 * bench.one))
-    bench.put_all(store, 1, 2, 3)
-    stores.use(store, prompt(1))
-    look_up(store, prompt(2))
-
-    bench.put(store, prompt(4))
-
-    assert lengths(store, 1, 2, 3, 4) == [8, 0, 8, 8]
-    assert store.stats.segments_evicted == 1
-    stores.use(store, prompt(3))
-    bench.put(store, prompt(5))
-    assert lengths(store, 1, 3, 4, 5) == [0, 8, 8, 8]
-    bench.close(store)
-    assert len(bench.files()) == 3
 
 
 def test_an_offer_that_does_not_fit_in_the_end_evicts_nothing(bench: Workbench) -> None:
@@ -78,38 +59,6 @@ def test_a_full_file_system_makes_room_by_eviction(bench: Workbench) -> None:
     assert bench.offer(store, prompt(3)) is StoreOutcome.ACCEPTED
 
     assert lengths(store, 1, 2) == [0, 8]
-
-
-def test_what_a_request_waits_for_stays_and_a_new_prompt_is_declined(bench: Workbench) -> None:
-    lookahead = LookAhead()
-    store = bench.open(ssd_gb=stores.gb(2 * bench.one), lookahead=lookahead)
-    bench.put_all(store, 1, 2)
-    lookahead.wait("waits", look_up(store, prompt(1)).spans)
-    bench.put(store, prompt(3))
-    assert lengths(store, 1, 2, 3) == [8, 0, 8], "1 is the oldest"
-
-    lookahead.wait("too", look_up(store, prompt(3)).spans)
-    assert bench.offer(store, prompt(4)) is StoreOutcome.NO_SPACE
-
-    lookahead.stop_waiting("waits")
-    bench.put(store, prompt(4))
-    assert lengths(store, 1, 3, 4) == [0, 8, 8]
-
-
-def test_quarantine_leaves_before_anything_else(bench: Workbench) -> None:
-    store = bench.open(ssd_gb=stores.gb(3 * bench.one))
-    bench.put_all(store, 1, 2, 3)
-    for number in (1, 2):
-        stores.lose(bench, store, stores.name_of(store, prompt(number)))
-    assert store.summary()["quarantined_bytes"] == 2 * bench.one
-
-    bench.put_all(store, 4, 5)
-
-    assert lengths(store, 3, 4, 5) == [8, 8, 8]
-    assert store.summary()["quarantined_bytes"] == store.stats.segments_evicted == 0
-    assert not list(bench.root.glob("*/quarantine/*"))
-    bench.put(store, prompt(6))
-    assert store.stats.segments_evicted == 1
 
 
 @pytest.mark.parametrize("what", ["a segment", "quarantine"])
@@ -188,43 +137,6 @@ def test_a_file_that_cannot_be_removed_counts_and_all_else_goes_on(
     wait_until(lambda: not list(bench.root.rglob(name)))
 
 
-def test_a_namespace_makes_room_among_its_own(bench: Workbench) -> None:
-    """Its least recently used prefix goes, not what nobody has used for longer elsewhere."""
-    store = bench.open(ssd_gb=stores.gb(9 * bench.one), namespace_gb=stores.gb(2 * bench.one))
-    bench.put(store, prompt(1), namespace="other")
-    bench.put_all(store, 2, 3, namespace="own")
-    store.tree.touch(look_up(store, prompt(2), "own"))
-
-    bench.put(store, prompt(4), namespace="own")
-
-    assert lengths(store, 2, 3, 4, namespace="own") == [8, 0, 8]
-    assert length(store, prompt(1), namespace="other") == 8
-    assert bench.offer(store, prompt(5, 40), namespace="own") is StoreOutcome.NO_SPACE
-    assert lengths(store, 2, 4, namespace="own") == [8, 8]
-    bench.put(store, prompt(5), namespace="third")
-    source = stores.open_source(store, look_up(store, prompt(2), "own"))
-    bench.put(store, prompt(6), namespace="own")
-    assert lengths(store, 2, 4, 6, namespace="own") == [8, 0, 8]
-    store.close_source(source)
-
-
-def test_who_has_more_than_it_may_goes_first(bench: Workbench) -> None:
-    """As after a restart with less for each; nobody is asked for more than is too much."""
-    store = bench.open(ssd_gb=stores.gb(4 * bench.one))
-    bench.put(store, prompt(1), namespace="other")
-    bench.put_all(store, 2, 3, 4, namespace="own")
-    small = {"ssd_gb": stores.gb(4 * bench.one), "namespace_gb": stores.gb(2 * bench.one)}
-    store = bench.reopen(store, **small)
-
-    bench.put(store, prompt(5), namespace="third")
-
-    assert lengths(store, 2, 3, 4, namespace="own") == [0, 8, 8]
-    assert length(store, prompt(1), namespace="other") == 8
-    bench.put(store, prompt(6), namespace="third")
-    assert length(store, prompt(1), namespace="other") == 0
-    assert lengths(store, 3, 4, namespace="own") == [8, 8]
-
-
 def test_nothing_is_evicted_for_an_offer_that_is_refused_all_the_same(bench: Workbench) -> None:
     """Beside the last segment of the match there is a worse version of the same tokens."""
     store = bench.open(ssd_gb=stores.gb(2 * bench.one))
@@ -239,14 +151,6 @@ def test_nothing_is_evicted_for_an_offer_that_is_refused_all_the_same(bench: Wor
     store.segments.release(read.segment_id)
     check_rows(store, best)
     assert store.stats.segments_evicted == 0
-
-
-def test_a_prompt_that_shares_most_of_another_does_not_replace_it(bench: Workbench) -> None:
-    store = bench.open(ssd_gb=stores.gb(bench.one))
-    bench.put(store, prompt(1))
-
-    assert bench.offer(store, (*prompt(1)[:6], 1, 2)) is StoreOutcome.NO_SPACE
-    assert length(store, prompt(1)) == 8
 
 
 DAY = 86_400.0

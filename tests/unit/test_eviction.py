@@ -1,0 +1,189 @@
+"""What leaves the SSD, and in which order: each row is a history of a store."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from impress_sglang.paper.source import PartSource
+from impress_sglang.paper.store import PartStore
+from impress_sglang.storage.segment import Priority
+from impress_sglang.store.lookahead import LookAhead
+from impress_sglang.store.store import PrefixStore
+from impress_sglang.store.stored import StoredSegment
+from impress_sglang.store.writing import StoreOutcome
+from tests.unit import store_factory as stores
+from tests.unit.kv_factory import as_tokens
+from tests.unit.store_checks import check_store
+from tests.unit.store_factory import Workbench, gb, length, lengths, look_up, prompt
+
+LOW, NORMAL, HIGH = Priority
+SIGNS = {"-": LOW, "": NORMAL, "+": HIGH}
+# By what is shown: for how many segments of 8 tokens there is room, and what happens. A number is a
+# prompt of 8 tokens that is stored; `b3` is one of tenant b, `+3` one of high, `-3` one of low
+# priority, `3/16` has 16 tokens, of which `3` are the first. After `left` there are these, and no
+# others that were named before.
+HISTORIES = {
+    "what was used least recently goes, and only reading is use": (
+        3,
+        "1, 2, 3, read 1, look 2, 4, left 1 3 4, read 3, 5, left 3 4 5",
+    ),
+    "what is served from SGLang's pool is offered, never read, and stays": (
+        3,
+        "1, 2, 3, known 1, 4, known 1, 5, left 1 4 5",
+    ),
+    "low goes before normal, which goes before high, and if nothing else does, high goes": (
+        3,
+        "+1, 2, -3, read 3, 4, left 1 2 4, 5, left 1 4 5, 6/24, left 6/24",
+    ),
+    "priorities outlast a restart": (3, "+1, 2, -3, read 3, restart, 4, left 1 2 4"),
+    "and the index": (3, "+1, 2, -3, read 3, rebuild, 4, left 1 2 4"),
+    "a tenant gives up what it used least recently, and nothing if that is too little": (
+        9,
+        "limit 2, b1, a2, a3, read a2, a4, left b1 a2 a4, refused a5/40, left b1 a2 a4",
+    ),
+    "a tenant gives up its own low ones first": (
+        9,
+        "limit 2, -b9, a1, -a2, +a3, a4, left b9 a3 a4",
+    ),
+    "a tenant does not give up what is being read": (
+        9,
+        "limit 2, a2, a4, open a2, a6, left a2 a6",
+    ),
+    "who has more than it may goes first, and not for more than is too much": (
+        4,
+        "b1, a2, a3, a4, limit 2, c5, left b1 a3 a4 c5, c6, left a3 a4 c5 c6",
+    ),
+    "what was set aside leaves before anything else": (
+        3,
+        "1, 2, 3, lose 1, lose 2, 4, 5, left 3 4 5, 6, left 4 5 6",
+    ),
+    "what a request waits for stays": (
+        2,
+        "1, 2, wait 1, 3, left 1 3, wait 3, refused 4, go 1, 4, left 3 4",
+    ),
+    "what is pinned stays": (
+        4,
+        "1, 2, pin 1, 50, 51, 52, 53, left 1 51 52 53, unpin 1, 70, 71, 72, 73, left 70 71 72 73",
+    ),
+    "a prompt does not replace another of which it shares most": (1, "1, refused 1~6, left 1"),
+}
+PROMPT = re.compile(r"([-+]?)([a-z]?)(\d+)(?:/(\d+)|~(\d+))?")
+
+
+class History:
+    """A store, and what was stored in it."""
+
+    def __init__(self, bench: Workbench, room: int) -> None:
+        self.bench, self.lookahead = bench, LookAhead()
+        self.options = {"ssd_gb": gb(room * bench.one), "lookahead": self.lookahead}
+        self.store: PartStore = bench.open(**self.options)
+        self.named: set[str] = set()
+        self.sources: list[PartSource] = []
+
+    def step(self, step: str) -> None:
+        verb, _, rest = step.rpartition(" ") if " " in step else ("put", "", step)
+        if verb.startswith("left") or step in ("restart", "rebuild") or verb == "limit":
+            return self.all(step)
+        found = PROMPT.fullmatch(rest)
+        assert found is not None
+        sign, tenant, number, count, shared = found.groups()
+        tokens = prompt(int(number), int(count or 8))
+        if shared is not None:
+            tokens = (*tokens[: int(shared)], 1, 2)
+        place = self.store.namespace(tenant), as_tokens(tokens)
+        refusals = {"refused": StoreOutcome.NO_SPACE, "known": StoreOutcome.KNOWN}
+        if verb == "put":
+            self.bench.put(self.store, tokens, namespace=tenant, priority=SIGNS[sign])
+            self.named.add(rest.lstrip("+-"))
+        elif verb in refusals:
+            outcome = self.bench.offer(self.store, tokens, namespace=tenant)
+            assert outcome is refusals[verb]
+        elif verb == "pin":
+            assert self.store.pins.pin(*place) is None
+        elif verb == "unpin":
+            assert self.store.pins.unpin(*place) == 1
+        elif verb == "go":
+            self.lookahead.stop_waiting(rest)
+        else:
+            self.of_match(verb, rest, tokens, tenant)
+
+    def of_match(self, verb: str, name: str, tokens: tuple[int, ...], tenant: str) -> None:
+        match = look_up(self.store, tokens, tenant)
+        if verb == "wait":
+            self.lookahead.wait(name, match.spans)
+        elif verb == "lose":
+            stores.lose(self.bench, self.store, match.spans[0].segment.segment_id)
+        elif verb != "look":
+            self.sources.append(stores.open_source(self.store, match))
+            if verb == "read":
+                self.store.close_source(self.sources.pop())
+
+    def all(self, step: str) -> None:
+        """What is asked of the whole store."""
+        verb, *names = step.split()
+        if verb == "left":
+            assert {own for own in self.named if self.has(own)} == set(names)
+            return
+        if verb == "limit":
+            self.options["namespace_gb"] = gb(int(names[0]) * self.bench.one)
+        self.bench.close(self.store)
+        if verb == "rebuild":
+            next(self.bench.root.glob("*/journal")).unlink()
+        self.store = self.bench.open(**self.options)
+
+    def has(self, name: str) -> bool:
+        found = PROMPT.fullmatch(name)
+        assert found is not None
+        _, tenant, number, count, _ = found.groups()
+        tokens = prompt(int(number), int(count or 8))
+        return length(self.store, tokens, namespace=tenant) == len(tokens)
+
+
+@pytest.mark.parametrize("shown", HISTORIES)
+def test_what_leaves_and_what_stays(bench: Workbench, shown: str) -> None:
+    room, steps = HISTORIES[shown]
+    history = History(bench, room)
+    for step in steps.split(", "):
+        history.step(step)
+    for source in history.sources:
+        history.store.close_source(source)
+    if not re.search("lose|restart|rebuild|limit", steps):
+        left = sum(map(history.has, history.named))
+        assert history.store.stats.segments_evicted == len(history.named) - left
+
+
+def segment_of(store: PrefixStore, *which: int) -> StoredSegment:
+    return look_up(store, prompt(*which)).spans[-1].segment
+
+
+def test_what_others_build_on_goes_with_them(bench: Workbench) -> None:
+    """1 is low, and so is 2, on which a high one builds for a while."""
+    store = bench.open(ssd_gb=gb(5 * bench.one))
+    bench.put_all(store, 1, 2, priority=LOW)
+    bench.put(store, prompt(2, 16), priority=HIGH, ttl=10)
+    bench.put(store, prompt(3))
+    assert [segment_of(store, n).level for n in (1, 2, 3)] == [LOW, HIGH, NORMAL]
+    bench.put_all(store, 4, 5, 6)
+    assert lengths(store, 1, 2, 3, 4) == [0, 8, 0, 8]
+
+    store.expire(store.tree.order.take_due(time.time() + 20, 64))
+
+    check_store(store)
+    assert segment_of(store, 2).level is LOW, "nothing builds on it any more"
+    bench.put_all(store, 7, 8)
+    assert lengths(store, 2, 4) == [0, 8]
+
+
+def test_a_hole_has_the_level_of_what_builds_on_it(bench: Workbench, store: PrefixStore) -> None:
+    bench.put(store, prompt(1), priority=LOW)
+    bench.put(store, prompt(1, 16), priority=HIGH)
+    bench.put(store, prompt(1, 24), priority=NORMAL)
+    middle = segment_of(store, 1, 16)
+    stores.lose(bench, store, middle.segment_id, gone=True)
+    assert segment_of(store, 1).level is NORMAL
+    bench.put(store, prompt(1, 16), priority=HIGH)
+    levels = [own.segment.level for own in look_up(store, prompt(1, 24)).spans]
+    assert levels == [HIGH, HIGH, NORMAL]
