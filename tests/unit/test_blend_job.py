@@ -161,15 +161,6 @@ def test_auto_computes_what_hardly_takes_longer_beside_reading(tmp_path: Path) -
     bench.close_all()
 
 
-def test_computing_all_is_chosen_where_it_is_faster(bench: Workbench) -> None:
-    desk = Desk(bench, (0, 1, 2), load="faster")
-    desk.passes_take(1.0)
-    desk.reading_takes(100.0)
-    assert desk.plan(texts(0, 2, 1)) is None
-    desk.reading_takes(0.0)
-    assert desk.plan(texts(0, 2, 1)) is not None
-
-
 def test_nobody_computes_for_longer_than_allowed(bench: Workbench) -> None:
     """However long reading takes, which keeps nobody waiting."""
     desk = Desk(bench, (0, 1, 2), blend_seconds=7.0)

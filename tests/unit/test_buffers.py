@@ -258,11 +258,3 @@ def test_no_more_memory_is_held_than_the_limit(
         open_bytes = sum(len(own.memory) for own in renters if own.memory is not None)
         assert pool.used_bytes == open_bytes <= pool.held_bytes <= limit
     pool.close()
-
-
-def test_blocks_are_a_view_of_the_memory() -> None:
-    memory = PooledMemory(MIB)
-    assert memory.address % BLOCK == 0 and memory.blocks.data_ptr() == memory.address
-    memory.view[:] = np.random.default_rng(1).bytes(MIB)
-    assert memory.blocks.shape == (MIB // BLOCK, BLOCK)
-    assert memory.blocks.numpy().tobytes() == bytes(memory.view)

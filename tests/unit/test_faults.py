@@ -74,9 +74,6 @@ def test_rules_of_a_control_file(root: Path, file: Path) -> None:
     assert other.stat(file).st_size, "nobody told it of rules that are gone"
 
 
-# Power loss
-
-
 def test_power_loss_takes_what_was_not_synced(files: FaultyFileSystem, file: Path) -> None:
     root = file.parent
     files.rename(file, root / "renamed")

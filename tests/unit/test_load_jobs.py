@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
+from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from impress_sglang.transfer.buffers import BufferPool
@@ -74,26 +74,6 @@ def test_slots_get_what_the_other_loader_would_put_there(
     check_store(desk.store)
 
 
-@pytest.mark.parametrize("own", [KVClass(), KVClass(6.0)], ids=["exact", "codes"])
-def test_a_corrupt_block_fails_its_job_alone(make: Callable[..., Desk], own: KVClass) -> None:
-    desk = make()
-    desk.put(FIRST, OTHER)
-    path = stores.path_of(desk.bench, look_up(desk.store, FIRST))
-    # Somewhere in all blocks but the header's.
-    for offset in range(4096, path.stat().st_size, 512):
-        kv.flip_byte(path, offset)
-
-    bad, good = desk.begin(FIRST, own), desk.begin(OTHER, own)
-    desk.wait(bad, good)
-
-    assert bad.state is JobState.FAILED and isinstance(bad.error, SegmentUnreadable)
-    desk.check(good)
-    desk.store.report(bad.error)
-    stores.look_again(desk.store)
-    assert stores.length(desk.store, FIRST) == 0
-    assert stores.length(desk.store, OTHER) == len(OTHER)
-
-
 def test_a_failed_job_ends_behind_what_the_device_writes(
     make: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,18 +126,6 @@ def test_what_a_drive_does_ends_jobs_and_not_the_loader(
     stores.until(desk.store, lambda: desk.store.health.state == "ok")
     stores.look_again(desk.store)
     desk.check(desk.load(OTHER))
-
-
-def test_a_segment_that_is_gone_fails_the_job(make: Callable[..., Desk]) -> None:
-    desk = make()
-    desk.put(FIRST)
-    job = desk.job(FIRST, KVClass())
-    name = job.match.spans[0].segment.segment_id
-    stores.lose(desk.bench, desk.store, name, gone=True)
-    desk.loader.begin(job)
-    desk.wait(job)
-    assert job.state is JobState.FAILED and isinstance(job.error, PrefixUnreadable)
-    assert job.target is not None and desk.pools.empty(job.target)
 
 
 class TestRevoking:
@@ -291,30 +259,6 @@ class TestClosing:
             wait_until(lambda: not desk.store.health.readable)
         wait_until(lambda: not desk.store.poll() and desk.store.health.readable)
         desk.check(desk.load(FIRST))
-
-
-@pytest.mark.parametrize("caches", CACHES.values(), ids=CACHES)
-def test_random_jobs(make: Callable[..., Desk], caches: dict[str, float]) -> None:
-    """Any parts of any prompts in any class; some are revoked. Caches stay whole."""
-    desk = make(**caches)
-    prompts = [FIRST, SECOND, OTHER, (*FIRST, *prompt(8, 90)), prompt(3, 20)]
-    desk.put(*prompts)
-    chance = np.random.default_rng(5)
-    for _ in range(12):
-        desk.free, jobs = torch.randperm(NUM_SLOTS), []
-        for _ in range(chance.integers(1, 4)):
-            tokens = prompts[chance.integers(len(prompts))]
-            start = int(chance.integers(len(tokens)))
-            jobs.append(desk.begin(tokens, CLASSES[chance.integers(len(CLASSES))], start))
-            if chance.random() < 0.2:
-                jobs[-1].revoke()
-        desk.wait(*jobs)
-        for job in jobs:
-            if job.state is JobState.LOADED and not job.revoked:
-                desk.check(job)
-            else:
-                assert job.revoked
-        check_store(desk.store)
 
 
 @pytest.mark.parametrize("caches", ["none", "both small", "both large"])

@@ -119,24 +119,20 @@ def test_a_successor_has_the_history_of_the_chunk_it_replaces(rule: ReplacementR
         assert priorities(rule)[3] == pytest.approx(priorities(rule)[0])
 
 
-def test_lru_orders_by_the_last_request() -> None:
-    """All layers of a request are as recent as each other."""
-    rule = sized(LeastRecentlyUsed())
-    for chunks in [(0, 1), (2,), (3,), (0,), (2, 3)]:
-        rule.advance()
-        for chunk in (*chunks, chunks[0]):
-            record(rule, chunk)
-
-    assert priorities(rule).tolist()[:4] == [4, 1, 5, 5]
-
-
-def test_lfu_counts_accesses_whatever_their_share_and_age() -> None:
-    rule = sized(LeastFrequentlyUsed())
-    for chunks in [(0, 1), (0,), (0, 2), (2,)]:
+@pytest.mark.parametrize(
+    ("kind", "expected"), [(LeastRecentlyUsed, [4, 1, 5, 4]), (LeastFrequentlyUsed, [4, 1, 4, 3])]
+)
+def test_what_was_used_last_or_often_is_worth_most(
+    kind: type[ReplacementRule], expected: list[int]
+) -> None:
+    """Whatever the share; all layers of a request are as recent as each other."""
+    rule = sized(kind())
+    for chunks in [(0, 1), (2,), (3,), (0, 3), (2,)]:
         rule.advance()
         record(rule, *chunks, share=0.1)
+        record(rule, chunks[0], share=1.0)
 
-    assert priorities(rule).tolist()[:3] == [3, 1, 2]
+    assert priorities(rule).tolist()[:4] == expected
 
 
 def test_score_is_frequency_times_the_average_share() -> None:
