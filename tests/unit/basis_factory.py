@@ -58,7 +58,6 @@ def fitted(shape: KVShape, rate: float, turning: KeyRotation, model: str = "made
 
 
 def codec_for(shape: KVShape, rate: float = 4.0, *, halves: bool = True) -> BasisCodec:
-    """A codec for KVs of a shape."""
     turning = rotation(shape.key_dim, halves=halves)
     return BasisCodec(fitted(shape, rate, turning), turning)
 
@@ -71,7 +70,6 @@ LAYERS = (ALL_BITS, (), (8, 8, 8, 1), (7,) * 20 + (6,) * 33 + (3,) * 18 + (2,) *
 def random_basis(
     keys: tuple[int, int], values: tuple[int, int], layers: Sequence[tuple[int, ...]] = LAYERS
 ) -> Basis:
-    """A basis for heads and dimensions of keys and of values."""
     size = keys[0] * keys[1] + values[0] * values[1]
     generator = torch.Generator().manual_seed(5)
 

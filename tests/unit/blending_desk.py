@@ -55,8 +55,6 @@ ROTATION = KeyRotation(table, halves=True)
 
 
 class Desk:
-    """A store, and what plans with it."""
-
     def __init__(
         self,
         bench: Workbench,

@@ -120,7 +120,6 @@ class CodedCase:
         self.request()
 
     def request(self) -> None:
-        """A new request."""
         if hasattr(self, "source"):
             self.source.close()
         assert self.cache is not None
@@ -139,7 +138,6 @@ class CodedCase:
         filler.fill(layer, self.source, *pools, self.slots, FillStats(), contextlib.nullcontext)
 
     def layer_pools(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The pools of keys and of values of a layer."""
         return self.pools[layer], self.pools[len(self.pools) // 2 + layer]
 
     def expected(self, layer: int, spans: Sequence[OpenSpan]) -> list[Tensor]:

@@ -66,7 +66,6 @@ def single_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def coded(tmp_path: Path, reader: BlockReader) -> Iterator[Callable[..., CodedCase]]:
-    """Makes cases of coded prefixes, and closes them."""
     made: list[CodedCase] = []
 
     def make(parts: Sequence[CodedPart], **options: Any) -> CodedCase:

@@ -26,8 +26,6 @@ LAYERS = 2
 
 @dataclasses.dataclass(eq=False)
 class Hold:
-    """A lock on a path of the tree."""
-
     path: Path
     ended: bool = False
 
@@ -122,7 +120,6 @@ class Tree:
                 self.nodes[path[:stop]] = Node(slot, used=self._now)
 
     def written(self, path: Path) -> bool:
-        """Whether all slots of a path hold what they should."""
         return all(
             self.contents[self.nodes[path[:stop]].slot] == [path[:stop]] * LAYERS
             for stop in range(1, len(path) + 1)
@@ -156,7 +153,6 @@ class StepLoader:
         self.step()
 
     def step(self) -> None:
-        """Load a layer, or end."""
         if self.stalls or not self.begun:
             return
         job = self.begun[0]

@@ -80,7 +80,6 @@ def stored_segment(
     last_access: int = 0,
     **fields: Any,
 ) -> StoredSegment:
-    """A segment of a tree, after a prefix."""
     info = make_info(
         shape or make_shape(),
         tokens,
@@ -182,7 +181,6 @@ def columns_of(shape: KVShape) -> list[Column]:
 
 
 def kv_of(shape: KVShape) -> list[Column]:
-    """The columns of keys and values."""
     return columns_of(shape)[1:]
 
 
@@ -191,7 +189,6 @@ def holds_values(shape: KVShape, column: Column) -> bool:
 
 
 def head_group_of(shape: KVShape, column: Column) -> int:
-    """The head group of a column of keys or values."""
     return column - 1 - head_groups_of(shape) * holds_values(shape, column)
 
 
@@ -208,7 +205,6 @@ def heads_of(shape: KVShape, column: Column) -> list[int]:
 
 
 def row_size(shape: KVShape, column: Column) -> int:
-    """Bytes of a row of a column."""
     dim = shape.value_dim if holds_values(shape, column) else shape.key_dim
     return len(heads_of(shape, column)) * dim * torch.empty(0, dtype=shape.dtype).element_size()
 

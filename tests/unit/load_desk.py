@@ -33,8 +33,6 @@ NUM_SLOTS = 600
 
 
 class Pools:
-    """Pools of keys and values of all layers."""
-
     def __init__(self, shape: KVShape = SHAPE, num_slots: int = NUM_SLOTS) -> None:
         self.keys, self.values = (
             [

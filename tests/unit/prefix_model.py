@@ -151,11 +151,9 @@ class PrefixModel:
 
     @property
     def num_holes(self) -> int:
-        """Positions that are holes."""
         return len(self.places) - len(self.owner)
 
     def above_holes(self) -> list[Known]:
-        """Segments that build on a hole."""
         return [
             known
             for known in self.segments.values()
@@ -176,7 +174,6 @@ class PrefixModel:
         return [0, *sorted(n - first for n in lengths if first < n < len(known.path))]
 
     def below(self, known: Known) -> list[Known]:
-        """All that build on a segment, directly or not."""
         first = len(known.above) + 1
         return [
             k

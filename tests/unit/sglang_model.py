@@ -398,7 +398,6 @@ class SGLangModel:
         self.jobs.join(own.waiter, overlapping(self.jobs.jobs, job, LEAST) or job)
 
     def _stored(self, tokens: Path) -> int:
-        """How many of these tokens are stored."""
         return max((_common(tokens, own) for own in self.stored), default=0)
 
     def _has_lost(self, own: Request) -> bool:

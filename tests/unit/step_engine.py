@@ -84,7 +84,6 @@ class StepEngine:
         self.closed = True
 
     def allow(self, count: int = 1 << 60) -> None:
-        """Let so many reads end."""
         with self._changed:
             self._allowed += count
             self._changed.notify_all()

@@ -62,7 +62,6 @@ def basis() -> Basis:
 
 
 def coded(basis: Basis, layers: Prompt) -> tuple[list[Tensor], Prompt]:
-    """Rows, and restored keys and values, of all layers."""
     below, rows, found = None, [], []
     for layer, kvs in enumerate(layers):
         own, below = encode_layer(basis, layer, below, kvs)
@@ -72,7 +71,6 @@ def coded(basis: Basis, layers: Prompt) -> tuple[list[Tensor], Prompt]:
 
 
 def error(basis: Basis, layers: Prompt, weights: list[list[Tensor]]) -> float:
-    """Mean cost of all errors."""
     total = 0.0
     for restored, exact, own in zip(coded(basis, layers)[1], layers, weights, strict=True):
         for x, y, m in zip(restored, exact, own, strict=True):

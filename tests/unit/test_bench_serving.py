@@ -43,8 +43,6 @@ OPTIONS = {
 
 
 class Words:
-    """A tokenizer of words and signs."""
-
     def __init__(self) -> None:
         self._ids: dict[str, int] = {}
 

@@ -67,8 +67,6 @@ class Faults(Bucket):
 
 
 class World:
-    """Servers, each with a directory of its own."""
-
     def __init__(self, root: Path) -> None:
         self._root = root
         self.benches: dict[str, Workbench] = {}

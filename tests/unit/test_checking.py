@@ -29,7 +29,6 @@ def used(bench: Workbench) -> PrefixStore:
 
 @pytest.fixture
 def looked(used: PrefixStore, monkeypatch: pytest.MonkeyPatch) -> list[StoredSegment]:
-    """Segments that were looked at."""
     found: list[StoredSegment] = []
     check = used.tree.check
     monkeypatch.setattr(used.tree, "check", lambda own: found.append(own) or check(own))

@@ -64,7 +64,6 @@ def stub() -> Iterator[Stub]:
 
 @pytest.fixture
 def left(bench: Workbench) -> Path:
-    """A directory that a server has left."""
     store = bench.open()
     bench.put(store, prompt(1))
     bench.put(store, prompt(1, 20), namespace="salt")
@@ -283,7 +282,6 @@ def tenants(bench: Workbench) -> Workbench:
 
 
 def order(said: Said, bench: Workbench, *arguments: object) -> dict[str, Any]:
-    """What was done, by store."""
     status, rows = run(said, *arguments, "--dir", bench.root)
     assert status == DONE
     return {row.pop("store"): row for row in rows}

@@ -100,7 +100,6 @@ def run(fake: Fake, *options: str) -> int:
 
 
 def measured(fake: Fake, said: Said, *options: str) -> tuple[dict[str, Any], str]:
-    """Rows by way, and the conclusion."""
     assert run(fake, "--json", *options) == DONE
     captured = said.readouterr()
     assert "removed what was stored: 3 segments" in captured.err and len(fake.stored) == 1

@@ -19,7 +19,6 @@ from demo.report import DEVICE, QUESTIONS, WAYS, DemoFailed, Reply, Row, Way
 
 
 def meta_info(served_by: str, **changes: Any) -> dict[str, Any]:
-    """What SGLang reports of a request that was served as the demo expects it."""
     found = {
         "path": served_by,
         "prefix_tokens": 0 if served_by == "computed" else 2860,

@@ -95,7 +95,6 @@ def test_a_store_codes_by_what_it_knows_of_queries(
     store = bench.open(**options)
 
     def put(count: int, queries: Any = no_queries) -> list[Tensor | None]:
-        """Energies of both layers."""
         coded.clear()
         bench.put(store, range(count), queries=queries)
         return [call.args[3] for call in coded]

@@ -181,7 +181,6 @@ def test_a_read_beyond_the_end_gives_fewer_bytes(
 
 
 def refused(*_: object) -> int:
-    """A system call that fails."""
     ctypes.set_errno(errno.EAGAIN)
     return -1
 

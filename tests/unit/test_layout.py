@@ -50,7 +50,6 @@ def layouts(draw: st.DrawFn) -> SegmentLayout:
 
 
 def chunks_of(layout: SegmentLayout, column: Column) -> list[int]:
-    """Bytes on disk of each chunk of a column."""
     count = -(-layout.num_tokens // layout.chunk_tokens)
     own = layout.shape, column, layout.chunk_tokens, layout.num_tokens
     return [kv.chunk_disk_bytes(*own, chunk) for chunk in range(count)]

@@ -311,5 +311,4 @@ def test_the_scheduler_goes_on_meanwhile(make: Callable[..., Desk], caches: str)
 
 
 def kv_bytes(num_tokens: int) -> int:
-    """Of a segment file."""
     return kv.make_info(SHAPE, range(num_tokens)).layout().file_bytes

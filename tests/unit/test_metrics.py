@@ -119,8 +119,6 @@ def store(**given: Any) -> dict[str, Any]:
 
 
 class World:
-    """Metrics, a clock, and what a server has counted."""
-
     def __init__(self) -> None:
         self.now = 10.0
         self.registry = CollectorRegistry()

@@ -42,8 +42,6 @@ ROOM = 30
 
 
 class History:
-    """Stores on one directory, and what a random sequence of steps does to them."""
-
     def __init__(self, root: Path, seed: int) -> None:
         self.chance = random.Random(seed)
         self.bench = Workbench(root, SHAPES["head groups bfloat16"])

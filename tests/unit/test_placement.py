@@ -34,8 +34,6 @@ class GivenPriorities(ReplacementRule):
 
 
 class Bench:
-    """A placement, and where its chunks stand."""
-
     def __init__(self, device: int, host: int, sizes: Sequence[int], width: int = 4) -> None:
         self.rule = GivenPriorities()
         self.placement = Placement(
@@ -66,8 +64,6 @@ class Bench:
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """One of the moves of an access."""
-
     chunk: int
     source: Tier
     source_pages: tuple[int, ...]

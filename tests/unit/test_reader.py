@@ -47,7 +47,6 @@ class Stored:
         return self.segment, self.memory, self.offset, starts, stops
 
     def read(self, reader: BlockReader, *runs: tuple[int, int]) -> int:
-        """Read runs of blocks; returns the bytes."""
         read = reader.submit(*self.runs(*runs))
         read.arrived()
         return read.num_bytes

@@ -52,7 +52,6 @@ def inherit(rule: ReplacementRule, new: int, old: int, share: float = 1.0) -> No
 
 
 def priorities(rule: ReplacementRule) -> Ids:
-    """Of all chunks."""
     return rule.priorities.copy()
 
 

@@ -113,8 +113,6 @@ def test_a_flipped_byte_anywhere_in_the_header_is_unreadable(
 
 
 class Counting(FileSystem):
-    """Counts the bytes that were asked for."""
-
     asked = 0
 
     def read(self, descriptor: int, offset: int, target: memoryview) -> None:

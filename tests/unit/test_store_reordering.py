@@ -44,7 +44,6 @@ def select(store: PartStore, tokens: tuple[int, ...], *chosen: int) -> None:
 
 
 def put_selected(bench: Workbench, store: PartStore, tokens: tuple[int, ...], *chosen: int) -> None:
-    """A prefix is stored, and a request selects some of its tokens."""
     bench.put(store, tokens)
     select(store, tokens, *chosen)
 
