@@ -116,14 +116,6 @@ def test_importance_is_the_column_sum_over_the_mean_of_all_tokens() -> None:
     np.testing.assert_allclose(history.order_key[0, 0], [0, 1, 1, 1, 1, 0], **CLOSE)
 
 
-def test_key_selected_pays_no_heed_to_the_scores() -> None:
-    history = TokenHistory(1, 1, 3)
-
-    note(history, 0, [1], start=0, count=3, scores=torch.tensor([[9.0, 0.0, 5.0]]))
-
-    assert history.average[0, 0].tolist() == [0, 1, 0]
-
-
 SOME = st.lists(st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.9, 1.0]), min_size=1, max_size=24)
 
 

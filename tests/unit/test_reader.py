@@ -59,10 +59,6 @@ class Stored:
             expected = self.content[place] if block in wanted else b"\xee" * BLOCK
             assert self.memory.view[place] == expected, block
 
-    def piece(self, block: int, size: int = BLOCK) -> tuple[int, int, int]:
-        """A read of a block as a `StepEngine` keeps it."""
-        return self.segment.descriptor, self.offset + block * BLOCK, size
-
     def close(self) -> None:
         self.segment.close()
 

@@ -87,17 +87,6 @@ def test_blocks_of_queries_and_heads_do_not_change_the_sums(
     check(found, dense_sums(*tensors, 0.25))
 
 
-def test_resident_keys_are_taken_from_their_rows() -> None:
-    queries, prefix, resident, new = inputs(17, 21, 9, 4, 2, 16, torch.float32)
-    pool = torch.full((50, 2, 16), torch.nan)
-    rows = torch.randperm(50, generator=torch.Generator().manual_seed(1))[:9]
-    pool[rows] = resident
-
-    found = column_sums(queries, prefix, pool, new, 0.25, resident_rows=rows)
-
-    check(found, dense_sums(queries, prefix, resident, new, 0.25))
-
-
 class Sizes(TorchDispatchMode):
     """How many numbers the results of operations have."""
 

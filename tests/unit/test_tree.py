@@ -28,8 +28,6 @@ from tests.unit.kv_factory import as_tokens, stored_segment
 from tests.unit.store_checks import check_tree
 
 P = (1, 2, 3, 4, 5, 6)  # a prompt that others share
-# Computed behind an exact prefix in few bits.
-ONCE = Quality(1, 4.0)
 
 
 Put = Callable[..., StoredSegment]
