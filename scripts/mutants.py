@@ -51,7 +51,7 @@ TARGETS = (
     "store/quota",
     "store/health",
     "paper/runtime",
-    "paper/plugin/radix_cache",
+    "paper/plugin/part_cache",
     "plugin/write_back",
 )
 SWAPS = {

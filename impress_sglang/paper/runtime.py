@@ -102,6 +102,7 @@ class ServingRuntime(Service):
         identity: str,
         device: torch.device,
         hidden_size: int,
+        codec: None = None,
     ) -> None:
         """Open the store; see `Service`."""
         super().__init__(config, shape, identity, device, hidden_size, make_store=PartStore)
@@ -204,7 +205,7 @@ class ServingRuntime(Service):
         return request
 
     def reorder(self) -> dict[str, int]:
-        """Search for prefixes worth reordering."""
+        """See `Service.reorder`."""
         self.parts.enqueue_rewrites()
         self.store.poll()
         return self.parts.rewrites

@@ -85,7 +85,7 @@ def _store(cache: ServedCache) -> PrefixStore:
 
 def _reorder(cache: ServedCache, _: Any) -> Any:
     _store(cache)
-    return cache.reorder()
+    return cache.service.reorder()
 
 
 def _foretell(cache: ServedCache, asked: Any) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def _foretell(cache: ServedCache, asked: Any) -> dict[str, Any]:
 def _whole(cache: ServedCache, input_ids: list[int]) -> list[int]:
     """As much of a prompt as may be stored: that ends with a block, and with a page."""
     length = len(input_ids) // BLOCK_TOKENS * BLOCK_TOKENS
-    length = length // cache.cache.page_size * cache.cache.page_size
+    length = length // cache.page_size * cache.page_size
     if not length:
         raise Refused(f"a prefix has {BLOCK_TOKENS} tokens at least")
     return input_ids[:length]

@@ -118,7 +118,7 @@ def _make_tree_cache(context: Any) -> Any:
     check_sglang(HOOKS)
     import_module(f"{_OURS}.report_transport").opt_in(config.policy)
     if config.needs_parts:
-        from impress_sglang.paper.plugin.factory import make_tree_cache
+        from impress_sglang.paper.plugin.part_cache import make_tree_cache
 
         return make_tree_cache(context, config)
     from impress_sglang.plugin.tree_cache_factory import make_tree_cache as make

@@ -1,9 +1,10 @@
-"""What each kind of tree cache is built from: shape, identity and rotation of a model's KVs."""
+"""Builds a tree cache with its store, and what both ways of loading need of a model for it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from sglang.srt.arg_groups.overrides import resolved_view
@@ -11,17 +12,35 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding, RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
+from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from torch import Tensor
 
 from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.plugin.capabilities import identity_of_options
+from impress_sglang.plugin.compat import warn_if_untested
 from impress_sglang.plugin.flags import DRAFTS_ATTRIBUTE
-from impress_sglang.plugin.pools import full_pool, kinds_of_states, streams_of, window_pool
+from impress_sglang.plugin.pools import (
+    PoolLayers,
+    full_pool,
+    kinds_of_states,
+    streams_of,
+    window_pool,
+)
+from impress_sglang.plugin.ranks import counts_of
+from impress_sglang.plugin.self_test import check_kvs
+from impress_sglang.plugin.served_cache import ServedCache
+from impress_sglang.serving.metrics import ServingMetrics
+from impress_sglang.serving.ranks import ALONE, Ranks
+from impress_sglang.serving.service import Service
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.store.identity import model_identity, weights_digest
-from impress_sglang.store.policies import Policy
+from impress_sglang.store.policies import Policy, make_policy
+from impress_sglang.transfer.basis_codec import BasisCodec
+from impress_sglang.transfer.warm_up import warm_up
+
+_Cache = TypeVar("_Cache", bound=ServedCache)
 
 # Parameters of a Hugging Face configuration that name a model or its training, not its KVs.
 _NOT_ARCHITECTURE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "use_cache"})
@@ -32,6 +51,46 @@ _KNOWN_ROTATIONS = (
     Llama3RotaryEmbedding,
     YaRNScalingRotaryEmbedding,
 )
+
+
+def connected(
+    cache_class: type[_Cache],
+    service_class: Callable[..., Service],
+    context: Any,
+    config: ImpressConfig,
+    shape: KVShape,
+    layers: PoolLayers,
+    read_identity: Callable[[], str],
+    codec: BasisCodec | None = None,
+    ranks: Ranks = ALONE,
+    drafts: Sequence[Any] = (),
+) -> _Cache:
+    """Make a tree cache of a class, and its store, for SGLang's `TreeCacheBuildContext`.
+
+    Raises:
+        UnsupportedError: KVs do not come back as they were, or a kernel does not fit the GPU.
+        ConfigError: a directory cannot be written, or the caches do not fit in memory.
+        StoreInUseError: another server uses it for the same model.
+    """
+    runner, device, self_test = context.tp_worker.model_runner, layers(0)[0].device, None
+    # Kernels first: opening the store takes much memory.
+    if make_policy(config).stores:
+        warm_up(shape, device, codec)
+        plain = dataclasses.replace(shape, probe_kv_heads=())
+        self_test = check_kvs([runner, *drafts], layers, config, plain, codec)
+    warn_if_untested()
+    hidden_size = runner.model_config.hidden_size
+    service = service_class(config, shape, read_identity(), device, hidden_size, codec)
+    service.self_test_seconds, service.counts = self_test, counts_of(context)
+    # Nodes of the other core cannot be looked at, as purging and sharing by score must.
+    context.params.tree_core_backend = "python"
+    cache = create_unified_radix_cache(context, cache_class=cache_class)
+    assert isinstance(cache, cache_class)
+    if cache.metrics_collector is not None:
+        service.metrics = ServingMetrics(cache.metrics_collector.labels)
+    rest = runner.forward_stream, read_identity, ranks, runner.lora_manager
+    cache.connect(service, runner.model, layers, *rest)
+    return cache
 
 
 def draft_runners(tp_worker: Any) -> tuple[Any, ...]:

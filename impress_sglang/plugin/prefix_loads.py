@@ -240,6 +240,8 @@ class PrefixLoads:
             known.blend = None
         self._planned.clear()
         self.jobs.drop_all()
+        if self.order is not None:
+            self.order.forget_states()
 
     def wait_for_loader(self) -> None:
         """Wait until nothing is read for dropped jobs, unless the disk does not answer."""

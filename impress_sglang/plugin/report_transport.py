@@ -69,8 +69,9 @@ def after_built(result: Any, streamer: Any, reqs: Iterable[Any], *_: Any, **__: 
     There is one for each answer that is being sent, whole or in part. A streaming answer has it in
     its first part, and complete in its last.
     """
-    ours = getattr(streamer.tree_cache, "impress", None) is not None
-    return {**result, REPORT_KEY: [_to_send(req) for req in reqs]} if ours else result
+    if _policy is None:
+        return result
+    return {**result, REPORT_KEY: [_to_send(req) for req in reqs]}
 
 
 def before_output(sender: Any, message: Any, req: Any = None, *_: Any, **__: Any) -> None:

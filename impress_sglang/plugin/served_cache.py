@@ -1,21 +1,42 @@
-"""What hooks, routes and admin requests use of a tree cache of ours, which has it as `impress`."""
+"""SGLang's tree cache with a store: what both ways of loading have in common.
+
+A request's way is matched, admitted, computed and offered to the store here. How stored KVs get
+into slots is a subclass's: `plugin.tree_cache` loads before a request runs, `paper.plugin` within
+its passes. The hooks, routes and admin requests use this class. Only the scheduler's thread does.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from impress_sglang.plugin.known import KnownRequests
+from sglang.srt.mem_cache.base_prefix_cache import (
+    CacheRequestHandle,
+    EvictParams,
+    EvictResult,
+    MatchPrefixParams,
+    MatchResult,
+)
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from impress_sglang.plugin.known import Brought, Known, KnownRequests
+from impress_sglang.plugin.pools import Allocation, PoolLayers
 from impress_sglang.plugin.prefix_loads import PrefixLoads
+from impress_sglang.plugin.provenance import Provenance
 from impress_sglang.plugin.tree_nodes import Sweeps
 from impress_sglang.plugin.weights import WeightWatch, watch_messages
+from impress_sglang.plugin.write_back import WriteBack
 from impress_sglang.serving.custom_params import load_options_of
-from impress_sglang.serving.ranks import Ranks
+from impress_sglang.serving.load_planner import LoadPlanner
+from impress_sglang.serving.ranks import ALONE, Ranks
 from impress_sglang.serving.report import new_report
-from impress_sglang.serving.sights import Sights
+from impress_sglang.serving.service import Service
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.policies import LoadOptions
@@ -27,38 +48,278 @@ UNCHECKED, RUNNING, OK, FAILED = "unchecked", "running", "ok", "failed"
 STEP_S = 0.001
 
 
-class ServedCache:
-    """What one tree cache serves, and how; owned by the scheduler's thread."""
+class ServedCache(UnifiedRadixCache):
+    """SGLang's `UnifiedRadixCache` with a store; SGLang's own until it serves."""
 
-    def __init__(
-        self,
-        requests: KnownRequests,
-        weights: WeightWatch,
-        sweeps: Sweeps,
-        sights: Sights | None,
-        check_requests: Callable[[], None],
-        reorder: Callable[[], dict[str, int] | None] = lambda: None,
-    ) -> None:
-        """`sights` counts prompts; None unless that decides what is stored.
+    loads: PrefixLoads | None = None
+    """The load jobs; None where prefixes are loaded within passes, and before it serves."""
 
-        `check_requests` compares requests, the queue and slots with each other; `reorder` searches
-        for prefixes worth reordering, and returns None where nothing is ever reordered.
-        """
-        self.cache, self.ranks = requests.cache, requests.ranks
-        self.service, self.planner = requests.service, requests.planner
-        self.weights, self.sweeps, self.sights, self.reorder = weights, sweeps, sights, reorder
-        self.loads: PrefixLoads | None = None
-        """The load jobs; None where prefixes are loaded within passes, and before it serves."""
+    def __init__(self, params: CacheInitParams) -> None:
+        self._serves = False
+        # Empty as long as it does not serve.
+        self._known = dict[str, Known]()
+        self._released: list[Known] = []
         self.integrity = UNCHECKED
         """The result of the last check, or that one is running."""
-        self._check_requests = check_requests
         self._steps: Iterator[None] = iter(())
+        super().__init__(params)
 
-    def clear(self) -> None:
-        """Note that the tree is empty."""
+    def connect(
+        self,
+        service: Service,
+        model: Any,
+        layers: PoolLayers,
+        forward_stream: Any,
+        read_identity: Callable[[], str],
+        ranks: Ranks = ALONE,
+        adapters: Any = None,
+    ) -> None:
+        """Connect the cache to the store of `service`, and what goes with it.
+
+        Queries of the `model` are sampled; passes run on the `forward_stream`. `read_identity` is
+        called again after each flush. `adapters`: SGLang's `LoRAManager`, if it has one.
+        """
+        self.service, self.ranks, keys = service, ranks, layers(0)[0]
+        packed, states = layers.packed, layers.states is not None
+        self.planner = LoadPlanner(service, self.page_size, layers.beyond, packed, states=states)
+        window = packed.window if packed is not None else 0
+        self._allocation = Allocation(self, window, states=states)
+        self._provenance = Provenance(len(keys), keys.device)
+        self._requests = KnownRequests(
+            *(self, service, self.planner, self._provenance, layers, forward_stream),
+            *(self._allocation, ranks, adapters, self._known),
+        )
+        service.describe_pool = self._describe_pool
+        self._saves = saves = WriteBack(self._requests, model)
+        self.sights = saves.sights
+        self.weights = WeightWatch(
+            *(service.served, read_identity, self._set_aside, self._allocation.is_empty, ranks)
+        )
+        # What is locked is not freed, and a rank does not know which of all writes are purged.
+        self.sweeps = Sweeps(self, None if ranks.alone else saves.give_all_up)
+
+    def attach(self, scheduler: Any) -> None:
+        """Begin to serve, for a scheduler that is complete."""
+        self._scheduler, self._serves = scheduler, True
+
+    # A request's way: match, be admitted, be computed, end.
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """SGLang's, in the class of the request."""
+        req = params.req
+        if req is None or not self._serves or self.disable:
+            return super().match_prefix(params)
+        known = self._requests.note(req, self._saves.sight)
+        key = params.key
+        if key.extra_key != req.extra_key:
+            # Its first match: SGLang made the key before the request had a class.
+            key = RadixKey(
+                key.token_ids,
+                req.extra_key,
+                is_bigram=key.is_bigram,
+                limit=key.limit,
+                cache_salt=key.cache_salt,
+            )
+            params = dataclasses.replace(params, key=key)
+        result = super().match_prefix(params)
+        if not known.admitted:
+            self._requests.tell_resident(known, result.device_prefix_len)
+        return result
+
+    def finish_storage_prefetch_admission(
+        self, request: CacheRequestHandle, fulfilled_tokens: int, reason: str | None
+    ) -> None:
+        """A request is admitted, and has locked what it uses."""
+        known = self._known.get(request.rid)
+        if known is not None and not known.admitted:
+            known.admitted = True
+            self._requests.explain(known)
+            self._saves.expect(known)
+            self._note_admitted(known)
+
+    def _note_admitted(self, known: Known) -> None:
+        """A request is admitted."""
+
+    def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        """SGLang's, which inserts what was computed; then offer what is new to the store."""
+        known = self._known.get(req.rid)
+        if known is None or self.disable:
+            super().checkpoint(req, up_to=up_to, **kwargs)
+            return
+        before, row = req.kv.cache_protected_len, None
+        if self._provenance.mixed and not known.kv_class.exact and req.session is None:
+            row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, before:up_to].clone()
+        super().checkpoint(req, up_to=up_to, **kwargs)
+        if row is not None:
+            path = self.path_device_indices(req.last_node)
+            fresh = path[before:]
+            # Tokens that others had inserted before keep their slots, and what these rest on.
+            fresh = fresh[fresh == row[: len(fresh)].to(fresh.dtype)]
+            self._provenance.note_computed(path[:before].long(), fresh.long())
+        self._saves.offer(known, up_to)
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        """A request gives its row back: it is over, or SGLang put it back into the queue."""
+        super().on_release(req, checkpointed=checkpointed)
+        known = self._known.get(req.rid)
+        if known is None:
+            return
+        if req.finished():
+            self._forget(known)
+            return
+        known.admitted = known.planned = False
+        known.brought = Brought()
+        if req.to_finish is not None:
+            self._released.append(known)
+
+    def release_aborted_request(self, request: CacheRequestHandle) -> None:
+        """Forget a request that ended without having been admitted."""
+        super().release_aborted_request(request)
+        known = self._known.get(request.rid)
+        if known is not None and not known.admitted:
+            del self._known[request.rid]
+
+    def _forget_ended(self) -> None:
+        """Forget requests that SGLang has ended without saying so.
+
+        It does so with a beam group, or the last request of a batch, that it cannot put back into
+        the queue; others of these are in the queue, where they end.
+        """
+        released, self._released = self._released, []
+        for known in released:
+            if not any(own is known.req for own in self._scheduler.waiting_queue):
+                self._forget(known)
+
+    def _forget(self, known: Known) -> None:
+        self._saves.end(known)
+        self._requests.count(known)
+        self._known.pop(known.req.rid, None)
+
+    # Room.
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """SGLang's eviction; writes are given up if nothing else is left."""
+        return self._evicting(params, super().evict(params))
+
+    def evict_for_alloc(self, params: EvictParams, **keywords: Any) -> EvictResult:
+        """The same, for what SGLang must allocate: then loads give up their slots as well."""
+        result = super().evict_for_alloc(params, **keywords)
+        return self._evicting(params, result, self._give_up_loads)
+
+    def _give_up_loads(self, missing: Callable[[], int]) -> None:
+        """Free slots outside of SGLang's tree, until nothing is `missing`, if that may be."""
+
+    def _evicting(
+        self,
+        params: EvictParams,
+        result: EvictResult,
+        give_up_loads: Callable[[Callable[[], int]], None] = lambda missing: None,
+    ) -> EvictResult:
+        slots = params.num_tokens - result.num_tokens_evicted
+        rows = params.swa_num_tokens - result.swa_num_tokens_evicted
+        rows += params.mamba_num - result.mamba_num_evicted
+        if max(slots, rows) <= 0 or not self._serves:
+            return result
+        left = max(slots, 0), max(rows, 0)
+        core, free = self.tree_core, self._allocation.available
+        target = [own + now for own, now in zip(left, free(), strict=True)]
+        evictable = core.evictable_size, core.swa_evictable_size, core.mamba_evictable_size
+
+        def lacking() -> list[int]:
+            return [max(own - now, 0) for own, now in zip(target, free(), strict=True)]
+
+        def missing() -> int:
+            if any(lacking()) and any(size() for size in evictable):
+                super(ServedCache, self).evict(self._allocation.room(*lacking()))
+            return max(lacking())
+
+        self._saves.give_up(missing)
+        give_up_loads(missing)
+        missing()
+        slots, rows = lacking()
+        result.num_tokens_evicted += left[0] - slots
+        result.swa_num_tokens_evicted += (left[1] - rows) * (not params.mamba_num)
+        result.mamba_num_evicted += (left[1] - rows) * bool(params.mamba_num)
+        return result
+
+    def evictable_size(self) -> int:
+        """Tokens that `evict` can free: SGLang's, and those that only writes have locked."""
+        return int(super().evictable_size()) + self._locked_for_writes()
+
+    def protected_size(self) -> int:
+        """Tokens that cannot be evicted: SGLang's, and slots outside of its tree."""
+        return int(super().protected_size()) + self._private()[0] - self._locked_for_writes()
+
+    # Its tree counts the tokens of all layers, and those of layers without windows, as one.
+    full_evictable_size, full_protected_size = evictable_size, protected_size
+
+    def swa_evictable_size(self) -> int:
+        """See `evictable_size`; rows of layers with windows."""
+        return int(super().swa_evictable_size()) + self._locked_for_writes(rows=True)
+
+    def swa_protected_size(self) -> int:
+        """See `protected_size`; rows of layers with windows."""
+        return int(super().swa_protected_size()) + self._private_rows()
+
+    def mamba_evictable_size(self) -> int:
+        """See `evictable_size`; states."""
+        return int(super().mamba_evictable_size()) + self._locked_for_writes(rows=True)
+
+    def mamba_protected_size(self) -> int:
+        """See `protected_size`; states."""
+        return int(super().mamba_protected_size()) + self._private_rows()
+
+    def _private(self) -> tuple[int, int]:
+        """How many slots, and rows, are ours and not in SGLang's tree."""
+        return 0, 0
+
+    def _private_rows(self) -> int:
+        return self._private()[1] - self._locked_for_writes(rows=True)
+
+    def _locked_for_writes(self, *, rows: bool = False) -> int:
+        if not self._serves:
+            return 0
+        locked = self._allocation.protected_rows if rows else self.tree_core.protected_size
+        return self._saves.locked_tokens(locked)
+
+    def _describe_pool(self) -> dict[str, int]:
+        """How many tokens of the pool are ours, by what they are for."""
+        return {
+            "tokens": self.token_to_kv_pool_allocator.size_full,
+            "writing_tokens": self._saves.writing_tokens,
+        }
+
+    # The whole cache.
+
+    def reset(self) -> None:
+        """SGLang's flush, which it does when idle: drops what is resident, keeps what is stored."""
+        if not self._serves:
+            super().reset()
+            return
+        self._forget_ended()
+        self._saves.finish()
+        self._drop_plans()
+        self._provenance.clear()
         self.sweeps.clear()
-        if self.loads is not None and self.loads.order is not None:
-            self.loads.order.forget_states()
+        super().reset()
+        self.weights.flushed()
+
+    def _drop_plans(self) -> None:
+        """Forget what is to be loaded."""
+
+    def release_host_resources(self) -> None:
+        """Shut down gracefully: finish writes, and save what the next start should know."""
+        super().release_host_resources()
+        if self._serves:
+            self._serves, self._known = False, {}
+            self.service.close()
+
+    def _set_aside(self) -> None:
+        """Prepare for new weights or a new pool: end loads and writes, forget plans."""
+        self._drop_plans()
+        self._saves.abandon()
+
+    # What routes and admin requests ask for.
 
     def check(self, *, begin: bool) -> str:
         """Continue the integrity check for a moment, or `begin` one if none is running.
@@ -102,9 +363,13 @@ class ServedCache:
                 if served.opened is not store:
                     break
 
+    def _check_requests(self) -> None:
+        """Check our counters; the time grows with requests and jobs, not with what is stored."""
+
     def summary(self) -> dict[str, Any]:
         """What `GET /impress/stats` shows."""
-        return {**self.service.summary(), "integrity": self.integrity}
+        live = {"requests_live": len(self._known), "integrity": self.integrity}
+        return self.service.summary() | live
 
     def foretell(self, namespace: str, tokens: Tokens, *, exactly: bool = False) -> dict[str, Any]:
         """What is stored of a prompt that is not being served, and why no more of it.
@@ -122,9 +387,8 @@ class ServedCache:
 
 
 def served_cache_of(tree_cache: Any) -> ServedCache | None:
-    """What a tree cache of SGLang's serves from our store; None if it is not ours."""
-    cache: ServedCache | None = getattr(tree_cache, "impress", None)
-    return cache
+    """A tree cache of SGLang's that serves from our store; None if it is not ours."""
+    return tree_cache if isinstance(tree_cache, ServedCache) else None
 
 
 # Hooks of the scheduler.
@@ -134,9 +398,7 @@ def connect(scheduler: Any) -> None:
     """Connect the tree cache to its scheduler, which is complete."""
     cache = served_cache_of(scheduler.tree_cache)
     if cache is not None:
-        if hasattr(cache.cache, "attach"):
-            # What loads within passes needs no scheduler.
-            cache.cache.attach(scheduler)
+        cache.attach(scheduler)
         watch_messages(scheduler, cache.weights)
         if cache.ranks.batches > 1:
             scheduler.get_next_batch_to_run = functools.partial(

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.arg_groups.overrides import resolved_view
-from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
 from impress_sglang.codes.rows.basis import Basis
 from impress_sglang.config import ImpressConfig, share_of_rank
@@ -20,8 +19,13 @@ from impress_sglang.plugin.capabilities import (
     check_options,
     may_have_windows,
 )
-from impress_sglang.plugin.compat import warn_if_untested
-from impress_sglang.plugin.factory import draft_runners, identity_of, kv_shape, rotation_of
+from impress_sglang.plugin.factory import (
+    connected,
+    draft_runners,
+    identity_of,
+    kv_shape,
+    rotation_of,
+)
 from impress_sglang.plugin.pools import (
     STATEFUL,
     PoolLayers,
@@ -32,28 +36,22 @@ from impress_sglang.plugin.pools import (
     streams_of,
     window_pool,
 )
-from impress_sglang.plugin.ranks import counts_of, identity_reader, ranks_of
+from impress_sglang.plugin.ranks import identity_reader, ranks_of
 from impress_sglang.plugin.rectangular import attend_rectangularly
-from impress_sglang.plugin.self_test import check_kvs
 from impress_sglang.plugin.tree_cache import ImpressTreeCache
-from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.service import Service
 from impress_sglang.store.policies import make_policy
 from impress_sglang.transfer.basis_codec import BasisCodec, shape_by
-from impress_sglang.transfer.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 _ONE_POOL = ", or use --disable-hybrid-swa-memory"
 
 
 def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
-    """Build the tree cache for SGLang's `TreeCacheBuildContext`.
+    """Build the tree cache for SGLang's `TreeCacheBuildContext`; see `factory.connected`.
 
     Raises:
-        UnsupportedError: the options or the model are not known to be right; or a kernel for the
-            model does not fit the GPU.
-        ConfigError: a directory cannot be written, or the caches do not fit in memory.
-        StoreInUseError: another server uses it for the same model.
+        UnsupportedError: the options or the model are not known to be right.
     """
     runner, params = context.tp_worker.model_runner, context.params
     options = resolved_view(context.server_args)
@@ -123,25 +121,12 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     if stateful:
         layers.states = state_layers(runner.req_to_token_pool, shape)
 
-    read_identity = identity_reader(context, ranks, lambda: identity_of(context, shape, drafts))
-    device = layers(0)[0].device
-    self_test = None
-    # Kernels first: opening the store takes much memory.
-    if policy.stores:
-        warm_up(shape, device, codec)
-        self_test = check_kvs([runner, *drafts], layers, config, shape, codec)
-    warn_if_untested()
-    hidden_size = runner.model_config.hidden_size
-    service = Service(config, shape, read_identity(), device, hidden_size, codec)
-    service.self_test_seconds = self_test
-    service.make_blends = make_blends
-    service.counts = counts_of(context)
-    # Nodes of the other core cannot be looked at, as purging and sharing by score must.
-    params.tree_core_backend = "python"
-    cache = create_unified_radix_cache(context, cache_class=ImpressTreeCache)
-    assert isinstance(cache, ImpressTreeCache)
-    if cache.metrics_collector is not None:
-        service.metrics = ServingMetrics(cache.metrics_collector.labels)
-    rest = runner.forward_stream, read_identity, ranks, runner.lora_manager
-    cache.connect(service, runner.model, layers, *rest)
+    cache = connected(
+        *(ImpressTreeCache, Service, context, config, shape, layers),
+        identity_reader(context, ranks, lambda: identity_of(context, shape, drafts)),
+        codec,
+        ranks,
+        drafts,
+    )
+    cache.service.make_blends = make_blends
     return cache

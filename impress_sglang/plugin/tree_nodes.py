@@ -124,19 +124,9 @@ class Sweeps:
     evicted or added meanwhile. The scheduler's thread owns it.
     """
 
-    def __init__(
-        self,
-        cache: Any,
-        match: Callable[[RadixKey], tuple[Any, int]],
-        is_locked: Callable[[Any], bool],
-        free: Callable[[Any], int],
-        let_go: Callable[[], None] | None = None,
-    ) -> None:
-        """For SGLang's tree `cache`, of which `match`, `is_locked` and `free` are as `last_node`,
-        `is_locked` and `free_leaf`. Before each step `let_go` unlocks what may be freed.
-        """
+    def __init__(self, cache: Any, let_go: Callable[[], None] | None = None) -> None:
+        """For SGLang's tree; before each step `let_go` unlocks what may be freed."""
         self._cache, self._let_go = cache, let_go
-        self._match, self._is_locked, self._free = match, is_locked, free
         self._sweeps = MultiStepJobs[str, Sweep]()
 
     def step(self, name: str, namespace: str | None, prefix: RadixKey | None) -> tuple[int, bool]:
@@ -169,7 +159,7 @@ class Sweeps:
             if unmarked(own) != prefix.extra_key:
                 continue
             key = RadixKey(array("q", prefix.token_ids), own, cache_salt=prefix.cache_salt)
-            node, length = self._match(key)
+            node, length = last_node(self._cache, key)
             # SGLang may have turned it into a key of pairs, whose last page reaches beyond it: what
             # has the pages before goes, too.
             whole = len(key) // self._cache.page_size * self._cache.page_size
@@ -193,9 +183,9 @@ class Sweeps:
                     continue
                 sweep.waiting.extend(node.children.values())
                 # A node goes with the last node below it, even if it was split off meanwhile.
-                while node not in sweep.ends and not node.children and not self._is_locked(node):
+                while node not in sweep.ends and not node.children and not is_locked(node):
                     above = node.parent
-                    tokens += self._free(node)
+                    tokens += free_leaf(self._cache, node)
                     left -= 1
                     node = above
         finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -198,8 +198,6 @@ class Service:
         self.config = config
         self.shape = shape
         self.policy = make_policy(config)
-        self.live: Mapping[str, Any] = {}
-        """Requests that are not over, by id."""
         self.self_test_seconds: float | None = None
         """What showing took that KVs come back as they were; None if nothing is stored."""
         self.totals = RequestTotals()
@@ -251,6 +249,10 @@ class Service:
             return None
         return own.worst(self.config.approximation_depth)
 
+    def reorder(self) -> dict[str, int] | None:
+        """Search for prefixes worth reordering; None where nothing is ever reordered."""
+        return None
+
     def count(self, report: dict[str, Any]) -> None:
         """Count a request that has ended, by its report."""
         self.totals.add(report)
@@ -266,7 +268,7 @@ class Service:
             self.metrics.tell(self.summary, now=now or (idle and self.metrics.has_news))
 
     def summary(self) -> dict[str, Any]:
-        """What `GET /impress/stats` shows, but for the result of the last check."""
+        """What `GET /impress/stats` shows of the store, and of requests that are over."""
         self.served.poll()
         totals, store = self.totals.items(), self.served.opened
         return {
@@ -276,7 +278,6 @@ class Service:
             "self_test_seconds": self.self_test_seconds,
             "probe_kv_heads": list(self.shape.probe_kv_heads),
             "kv_heads": self.shape.num_kv_heads,
-            "requests_live": len(self.live),
             "device_pool": self.describe_pool(),
             "totals": {k: round(v, 3) if isinstance(v, float) else v for k, v in totals},
             "store": None if store is None else store.summary(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from impress_sglang.paper.loader import LayerInputs
-from impress_sglang.paper.plugin.radix_cache import ImpressRadixCache
+from impress_sglang.paper.plugin.part_cache import PartCache
 from impress_sglang.paper.runtime import ServingRuntime, StoredRequest
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.storage.layout import KVShape
@@ -59,12 +61,14 @@ class PaperWorld:
             req_to_token_pool=self.rows,
             token_to_kv_pool_allocator=self.allocator,
             page_size=1,
+            tree_components=(ComponentType.FULL,),
+            tree_core_backend="python",
         )
         layers, model = PoolLayers(self.pool), torch.nn.Module()
         self.identity = IDENTITY
-        self.cache = ImpressRadixCache(
-            params, self.runtime, model, layers, None, self.read_identity
-        )
+        self.cache = PartCache(params)
+        self.cache.connect(self.runtime, model, layers, None, self.read_identity)
+        self.cache.attach(SimpleNamespace(waiting_queue=[]))
         self.prefill("stored", STORED)
         self.runtime.store.writes.drain()
         self.cache.reset()

@@ -175,7 +175,7 @@ def test_why_is_told_of_prompts_that_nobody_sends(world: World) -> None:
 
 def test_no_order_ends_the_scheduler(world: World) -> None:
     for text in (None, "", "no JSON", "[]", "{}", '{"verb": 1}', '{"verb": "pin", "x": 1}'):
-        assert "error" in json.loads(handle(world.impress, text))
+        assert "error" in json.loads(handle(world.cache, text))
     assert "error" in world.told("unheard of", STORED)
     assert "error" in world.told("pin", [2**40] * TOKENS)
     world.service.served.aside = "weights change"
@@ -214,7 +214,7 @@ def test_a_fault_of_ours_is_none_of_the_caller(
     world: World, client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def communicate(message: Any) -> Any:
-        return [SimpleNamespace(rid=handle(world.impress, message.rid))]
+        return [SimpleNamespace(rid=handle(world.cache, message.rid))]
 
     manager = manager_of(
         auto_create_handle_loop=lambda: None, set_internal_state_communicator=communicate

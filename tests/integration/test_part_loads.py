@@ -192,8 +192,7 @@ def test_auto_gives_up_tokens_only_if_reading_does_not_hide(
 
 
 def told(world: PaperWorld, verb: str, **fields: Any) -> Any:
-    assert world.cache.impress is not None
-    return json.loads(handle(world.cache.impress, json.dumps({"verb": verb} | fields)))
+    return json.loads(handle(world.cache, json.dumps({"verb": verb} | fields)))
 
 
 def test_orders_reach_what_is_resident_and_what_is_counted(world: PaperWorld) -> None:
@@ -215,8 +214,7 @@ def test_other_weights_are_served_once_nothing_is_resident(
 ) -> None:
     # SGLang asks for the module of the build's accelerator, which a CPU machine lacks.
     monkeypatch.setattr(torch, "get_device_module", lambda device="cpu": torch.cpu)
-    assert world.cache.impress is not None
-    served, weights = world.runtime.served, world.cache.impress.weights
+    served, weights = world.runtime.served, world.cache.weights
     world.prefill("own", OTHER)
     weights.begin("a test")
     assert served.aside == "a test" and not world.cache._saves.writing_tokens

@@ -214,9 +214,8 @@ def raise_(error: Exception) -> None:
 
 
 def order(world: TreeWorld, verb: str, **fields: Any) -> dict[str, Any]:
-    assert world.cache.impress is not None
     answer: dict[str, Any] = json.loads(
-        handle(world.cache.impress, json.dumps({"verb": verb, **fields}))
+        handle(world.cache, json.dumps({"verb": verb, **fields}))
     )
     return answer
 

@@ -77,7 +77,7 @@ def begin_update(world: World, faults: Faults, rule: Rule) -> None:
 def test_a_disk_that_hangs_while_a_store_is_opened(world: World, faults: Faults) -> None:
     """All that the scheduler does goes on without the store, and then with it."""
     begin_update(world, faults, hang(NEW))
-    summary = world.impress.summary()
+    summary = world.cache.summary()
     assert (summary["suspended"], summary["integrity"]) == ("opening", "unchecked")
     assert summary["store"] is summary["cache"] is summary["reorder"] is None
     assert world.stored(STORED) == 0
@@ -170,7 +170,7 @@ def test_a_server_serves_before_its_store_is_open(
     faults.add(hang(OLD, "list"))
     begun = World(world.config.ssd_path, io_timeout=IO_TIMEOUT)
     assert begun.service.served.suspended == "opening" and begun.stored(STORED) == 0
-    assert begun.cache.impress.summary()["store"] is None
+    assert begun.cache.summary()["store"] is None
     faults.clear()
     assert begun.used() and begun.stored(STORED) == TOKENS
     begun.service.close()

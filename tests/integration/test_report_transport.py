@@ -16,7 +16,7 @@ from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOu
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from impress_sglang.cost import RequestLengths
-from impress_sglang.paper.plugin.radix_cache import ImpressRadixCache
+from impress_sglang.paper.plugin.part_cache import PartCache
 from impress_sglang.plugin import report_transport
 from impress_sglang.plugin.known import KnownRequests
 from impress_sglang.plugin.report_transport import (
@@ -51,9 +51,14 @@ def matched(req: Any, name: str = "", *, admitted: bool = True) -> dict[str, Any
     return report
 
 
+@pytest.fixture(autouse=True)
+def ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has our tree cache."""
+    monkeypatch.setattr(report_transport, "_policy", "impress")
+
+
 def sent(req: Any) -> dict[str, Any] | None:
-    streamer = SimpleNamespace(tree_cache=SimpleNamespace(impress=object()))
-    (report,) = after_built({}, streamer, [req])["impress"]
+    (report,) = after_built({}, None, [req])["impress"]
     return report
 
 
@@ -163,15 +168,16 @@ def test_samples_are_told_what_was_done_for_their_prompt() -> None:
 def test_sglang_asks_for_reports(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the streamer of a server that has our tree cache, and no other."""
     monkeypatch.setattr(SchedulerOutputStreamer, "has_additional_customized_info", False)
+    monkeypatch.setattr(report_transport, "_policy", None)
+    build: Callable[..., Any] = SchedulerOutputStreamer.build_additional_customized_info
+    assert build(SimpleNamespace(tree_cache=None), []) == {}
     report_transport.opt_in("impress")
     assert SchedulerOutputStreamer.has_additional_customized_info
     req = world.request("r", STORED)
-    build: Callable[..., Any] = SchedulerOutputStreamer.build_additional_customized_info
     assert build(SimpleNamespace(tree_cache=world.cache), [req]) == {"impress": [None]}
     req.finished_reason = object()
     ((report,),) = build(SimpleNamespace(tree_cache=world.cache), [req]).values()
     assert_unused(report)
-    assert build(SimpleNamespace(tree_cache=None), [req]) == {}
     world.abort(req)
 
 
@@ -264,7 +270,9 @@ def test_what_a_pass_took_is_learnt_apart_from_what_it_loaded(
     )
     own: Any = SimpleNamespace(service=runtime)
     count = functools.partial(KnownRequests.count, own)
-    cache: Any = SimpleNamespace(runtime=runtime, _requests=SimpleNamespace(count=count))
-    ImpressRadixCache._learn(cache, known)
+    cache: Any = object.__new__(PartCache)
+    cache.service, cache._known = runtime, {}
+    cache._requests, cache._saves = SimpleNamespace(count=count), SimpleNamespace(end=id)
+    cache._forget(known)
     assert took == ([] if request_took is None else [pytest.approx(request_took)])
     assert loads == ([] if load_took is None else [load_took])

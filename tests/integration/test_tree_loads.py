@@ -146,7 +146,7 @@ def test_a_purge_reaches_the_tree(tmp_path: Path, page_size: int, eagle: bool) -
     world.run("computed", prompt)
     before = world.cache.evictable_size()
     key = RadixKey(array("q", prompt[: 8 * 16]))
-    freed, left = world.cache.impress.sweeps.step("purge", namespace_of(key), key)
+    freed, left = world.cache.sweeps.step("purge", namespace_of(key), key)
     assert not left and freed == before > 0
     assert world.run("again", prompt[: 8 * 16 + 4])["path"] != "device"
     world.close()
@@ -167,7 +167,7 @@ def test_a_purge_goes_through_classes_in_the_order_of_the_tree(
         root = world.cache.root_node
         first, _ = (own.key.extra_key for own in root.children.values())
         while len(root.children) > 1:
-            world.cache.impress.sweeps.step(f"purge {number}", namespace_of(key), key)
+            world.cache.sweeps.step(f"purge {number}", namespace_of(key), key)
         assert [own.key.extra_key for own in root.children.values()] == [first]
         world.flush()
 

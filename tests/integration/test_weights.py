@@ -145,7 +145,7 @@ def test_identity_that_cannot_be_computed(world: World, caplog: pytest.LogCaptur
     assert world.flush()
     assert world.service.served.suspended == "no identity" and world.stored(STORED) == 0
     assert "the next flush tries again" in caplog.text
-    assert world.impress.summary()["suspended"] == "no identity"
+    assert world.cache.summary()["suspended"] == "no identity"
     world.weights = OLD
     assert world.flush()
     assert world.service.served.suspended is None and world.stored(STORED) == TOKENS
@@ -200,5 +200,5 @@ def test_calls_of_methods(world: World, method: str, cause: str | None) -> None:
         return "answer"
 
     request = SimpleNamespace(method=method)
-    assert around_handler(called, world.scheduler, world.impress.weights, request) == "answer"
+    assert around_handler(called, world.scheduler, world.cache.weights, request) == "answer"
     assert world.service.served.suspended == cause

@@ -181,7 +181,7 @@ def test_rows_that_were_evicted_come_back(world: WindowWorld, page: int) -> None
 def test_only_what_has_its_rows_is_restored(world: WindowWorld, page: int) -> None:
     """As if the prompt had been computed in chunks."""
     prompt = draw(9, 768)
-    at_384 = mock.patch.object(world.cache._planner, "usable", lambda _: 384)
+    at_384 = mock.patch.object(world.cache.planner, "usable", lambda _: 384)
     req = world.request("chunks", prompt)
     world.begin(req)
     row = world.rows.req_to_token[req.kv.req_pool_idx, :512].long()
@@ -247,8 +247,7 @@ def test_a_purge_reaches_what_has_no_rows(world: WindowWorld, page: int) -> None
     world.run("stored", prompt)
     world.cache.evict(EvictParams(swa_num_tokens=ROWS))
     assert world.cache.full_evictable_size() >= 256 and not world.resident(prompt)
-    assert world.cache.impress is not None
-    sweeps = world.cache.impress.sweeps
+    sweeps = world.cache.sweeps
     while sweeps.step("purge", None, RadixKey(array("q", prompt[:256])))[1]:
         pass
     assert not world.cache.full_evictable_size()

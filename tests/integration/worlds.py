@@ -79,7 +79,6 @@ class World(TreeWorld):
     def __init__(self, root: Path, **options: Any) -> None:
         self.weights, self.asked = OLD, 0
         super().__init__(root, **({"bits": "exact", "blend": "off", "load": "faster"} | options))
-        self.impress = self.cache.impress
         self._connect_updater()
 
     def make_pool(self, size: int, page_size: int) -> None:
@@ -141,7 +140,7 @@ class World(TreeWorld):
         }
         updater, message = self.scheduler.weight_updater, SimpleNamespace(**(request | fields))
         return around_handler(
-            getattr(updater, handler), self.scheduler, self.impress.weights, message
+            getattr(updater, handler), self.scheduler, self.cache.weights, message
         )
 
     def told(self, verb: str, input_ids: list[int] | None = None, **fields: Any) -> Any:
@@ -191,7 +190,7 @@ class World(TreeWorld):
     def stored(self, tokens: Sequence[int]) -> int:
         """How many tokens of a prompt the tree cache would find in the store."""
         found = np.array(tokens, dtype=np.int32)
-        return self.cache._planner.match(namespace_text(None, None), found, EXACT).num_tokens
+        return self.cache.planner.match(namespace_text(None, None), found, EXACT).num_tokens
 
     def used(self) -> bool:
         """Whether the store is used, once it is open: that is done in the background."""

@@ -82,8 +82,7 @@ def _poll_counted(tree: ImpressTreeCache) -> None:
     _poll(tree)
 
 
-def _tell(cache: ServedCache, asked: Any) -> list[Any]:
-    tree = cache.cache
+def _tell(tree: ServedCache, asked: Any) -> list[Any]:
     nodes, waiting = [], [tree.root_node]
     for node in waiting:
         waiting += node.children.values()
@@ -92,11 +91,11 @@ def _tell(cache: ServedCache, asked: Any) -> list[Any]:
             nodes.append((list(node.key or ()), value, part.lock_ref))
     free = tree.token_to_kv_pool_allocator.available_size()
     state = json.dumps([nodes, free, _idle.hexdigest()], default=str)
-    store = cache.service.served.store
+    store = tree.service.served.store
     space = namespace_of(asked)
     found = [_match(store, space, as_tokens(own)).num_tokens for own in asked.value]
     own = {"tree": hashlib.sha256(state.encode()).hexdigest(), "stored": found, "cost": dict(_cost)}
-    return [json.loads(text) for text in cache.ranks.gather(json.dumps(own))]
+    return [json.loads(text) for text in tree.ranks.gather(json.dumps(own))]
 
 
 def _add_routes(*_: Any, **__: Any) -> None:

@@ -151,9 +151,9 @@ def test_there_is_no_import_cycle() -> None:
 MOST_LINES = 450
 MOST_PUBLIC_METHODS = 15
 # What is larger today. Nothing may be added here; who makes one of them smaller takes it out.
-# `ImpressTreeCache` and `ImpressStorage` override methods of SGLang's classes.
+# `ServedCache` and `ImpressStorage` override methods of SGLang's classes.
 WIDE_CLASSES = {"OpenSegments", "KVShape", "FileSystem", "SegmentLayout", "StoredTree"} | {
-    "ImpressTreeCache",
+    "ServedCache",
     "ImpressStorage",
 }
 

@@ -1,0 +1,246 @@
+"""The tree cache of servers that load within a pass: parts of prefixes that left SGLang's tree.
+
+A request whose stored prefix is longer than its resident one is admitted with the stored one
+(docs/design.md). Only the scheduler's thread calls this class.
+
+The k slots that belong to one live request alone are counted as protected, so that SGLang's own
+accounting (available + evictable + protected + uncached == total) holds at every step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.mem_cache.base_prefix_cache import (
+    CacheRequestHandle,
+    InitLoadBackParams,
+    MatchPrefixParams,
+    MatchResult,
+)
+from torch import Tensor
+
+from impress_sglang.config import ImpressConfig
+from impress_sglang.cost import RequestLengths
+from impress_sglang.errors import UnsupportedError
+from impress_sglang.paper.plugin.attention import adopt_backend
+from impress_sglang.paper.plugin.options import check_parts
+from impress_sglang.paper.runtime import ServingRuntime, StoredRequest, tokens_used
+from impress_sglang.paper.scores import probe_kv_heads
+from impress_sglang.plugin.capabilities import check_layers, check_options
+from impress_sglang.plugin.eligibility import plain_fields
+from impress_sglang.plugin.factory import connected, identity_of, kv_shape
+from impress_sglang.plugin.known import Known, as_tokens
+from impress_sglang.plugin.pools import PoolLayers
+from impress_sglang.plugin.served_cache import ServedCache
+from impress_sglang.serving.load_planner import LoadPlan
+from impress_sglang.serving.report import estimate_fields
+from impress_sglang.serving.why import Reason, say
+from impress_sglang.storage.quality import EXACT
+from impress_sglang.store.policies import make_policy
+
+logger = logging.getLogger(__name__)
+
+
+def make_tree_cache(context: Any, config: ImpressConfig) -> PartCache:
+    """Build the tree cache for SGLang's `TreeCacheBuildContext`; see `factory.connected`.
+
+    Raises:
+        UnsupportedError: the options or the model are not known to be right, or the options ask for
+            parts of prefixes that this server cannot use.
+    """
+    runner = context.tp_worker.model_runner
+    options = resolved_view(context.server_args)
+    check_options(config, options)
+    check_parts(config, options)
+    check_layers(runner)
+    if runner.token_to_kv_pool.dtype != runner.model_config.dtype:
+        raise UnsupportedError(
+            f"--impress-policy {config.policy} loads KVs in the model's dtype: use "
+            "--kv-cache-dtype auto, or --impress-policy impress"
+        )
+    if "discard_output_reason" not in plain_fields():
+        raise UnsupportedError(
+            "this SGLang cannot drop the output of a request whose prefix turns out to be damaged: "
+            "use --impress-policy impress"
+        )
+    policy = make_policy(config)
+    shape = kv_shape(runner, policy, config)
+    if policy.probes:
+        heads = probe_kv_heads(shape.num_query_heads, shape.num_kv_heads, config.probe_heads)
+        shape = dataclasses.replace(shape, probe_kv_heads=heads)
+    if policy.probes and not shape.other_kv_heads:
+        logger.warning(
+            "this model has %d KV heads and all of them are probe heads: --impress-policy %s "
+            "reads all keys of a stored prefix, and saves values only",
+            shape.num_kv_heads,
+            policy.name,
+        )
+    layers = PoolLayers(runner.token_to_kv_pool)
+    cache = connected(
+        *(PartCache, ServingRuntime, context, config, shape, layers),
+        lambda: identity_of(context, shape),
+    )
+    adopt_backend(runner.attn_backend, cache.service, runner.token_to_kv_pool, cache.fail)
+    return cache
+
+
+class PartCache(ServedCache):
+    """Finds prefixes that left SGLang's tree on SSD, and lets a pass load what it uses of them."""
+
+    service: ServingRuntime
+
+    def __init__(self, *args: Any) -> None:
+        self._plans: dict[str, LoadPlan] = {}
+        self._private_tokens = 0
+        super().__init__(*args)
+
+    # A request's way: match, be admitted, run, end.
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """Match the resident prefix, extended by a stored one where that is longer."""
+        resident, req = super().match_prefix(params), params.req
+        known = None if req is None else self._known.get(req.rid)
+        if req is None or known is None or self.disable:
+            return resident
+        self._plans.pop(req.rid, None)
+        refused = known.declined or known.report["not_served"] is not None
+        # The tokens are copied only if the prompt may be found.
+        if refused or not self.planner.looks_for(len(params.key)):
+            return resident
+        tokens = as_tokens(params.key.raw_token_ids())
+        match = self.planner.match(known.namespace, tokens, EXACT)
+        start = resident.device_prefix_len
+        plan = self.service.plan(match, start, len(tokens) + 1, known.wanted)
+        if plan is None:
+            return resident
+        known.report.update(estimate_fields(plan.estimate, loads=plan.loads))
+        if not plan.loads:
+            return resident
+        self._plans[req.rid], k = plan, tokens_used(plan)
+        return resident._replace(device_prefix_len=plan.stop - k, host_hit_length=k)
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Any] | None:
+        """Admit a request with its stored prefix: take its slots and open its source.
+
+        None sends the request back to the queue. It is then matched again, without a stored prefix.
+        """
+        req = params.req
+        assert req is not None
+        known, plan = self._known[req.rid], self._plans.pop(req.rid)
+        resident_slots = self.path_device_indices(req.last_node)[: plan.start]
+        request = self.service.open(req.rid, plan, resident_slots, known.report, self._allocate)
+        if request is None:
+            known.declined = True
+            return None
+        assert request.k == params.host_hit_length
+        self._private_tokens += request.k
+        req.storage_hit_start, req.storage_hit_length = plan.start, request.num_tokens
+        return request.k, req.last_node
+
+    def _allocate(self, num_tokens: int) -> Tensor | None:
+        taken = self._allocation.take(num_tokens)
+        return None if taken is None else taken[0]
+
+    def _note_admitted(self, known: Known) -> None:
+        request = self.service.live.get(known.req.rid)
+        known.report["approximate"] = request is not None and request.start > 0
+
+    def prefix_device_indices(self, req: Any) -> Tensor:
+        """The row of a request's prefix: zeros, resident slots, slots of the stored prefix."""
+        request = self.service.live.get(req.rid)
+        if request is None:
+            return super().prefix_device_indices(req)
+        zeros = request.slots.new_zeros(request.start)
+        return torch.cat([zeros, request.resident_slots, request.slots])
+
+    def fail(self, rid: str) -> None:
+        """Let SGLang end a request whose prefix cannot be loaded, and drop what its pass computes.
+
+        SGLang does the same where an external cache could not load.
+        """
+        known = self._known[rid]
+        known.report["why"], known.disturbed = say(Reason.DAMAGED), True
+        known.req.discard_output_reason = FINISH_ABORT("its prefix cannot be loaded; ask again")
+
+    def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        """Insert what is exact into SGLang's tree, and offer what is new to the store."""
+        request = self.service.live.get(req.rid)
+        if request is not None:
+            assert request.layers_loaded == self.service.shape.num_layers
+            if request.failed or request.start:
+                return
+            self._adopt(req, request)
+        super().checkpoint(req, up_to=up_to, **kwargs)
+
+    def _adopt(self, req: Any, request: StoredRequest) -> None:
+        """Hand the slots of a whole, exact prefix to SGLang's tree, like computed ones."""
+        if not request.adopted:
+            req.kv.cache_protected_len = len(request.resident_slots)
+            self._private_tokens -= request.k
+            request.adopted = True
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        """See `ServedCache.on_release`."""
+        request = self.service.release(req.rid)
+        if request is not None and not request.adopted:
+            self._private_tokens -= request.k
+            self.token_to_kv_pool_allocator.free(request.slots)
+        super().on_release(req, checkpointed=checkpointed)
+
+    def release_aborted_request(self, request: CacheRequestHandle) -> None:
+        """See `ServedCache.release_aborted_request`."""
+        self._plans.pop(request.rid, None)
+        super().release_aborted_request(request)
+
+    def flush_pending_backups(self) -> None:
+        """SGLang's call after each batch: poll the store, read ahead, tell the metrics."""
+        self._forget_ended()
+        served = self.service.served
+        served.poll()
+        if served.opened is not None:
+            served.opened.ahead.top_up()
+        self.service.tell_metrics()
+
+    def _forget(self, known: Known) -> None:
+        """Count a request that has ended, and learn what it took."""
+        report, times = known.report, known.req.time_stats
+        prefill = max(times.prefill_finished_time - times.forward_entry_time, 0.0)
+        known.gated = min((report["load_ms"] + report["probe_ms"]) / 1e3, prefill)
+        super()._forget(known)
+        new = len(known.req.origin_input_ids) - report["prefix_tokens"]
+        loaded = report["loaded_tokens"]
+        odd = known.disturbed or known.req.retraction_count
+        if loaded and new > 0 and prefill > known.gated and not odd:
+            work = RequestLengths(report["resident_tokens"], report["stored_tokens"], new)
+            took = known.gated - report["wait_ms"] / 1e3
+            self.service.estimator.note_load(work, took, whole=loaded == work.stored)
+
+    # Room, and the whole cache.
+
+    def _private(self) -> tuple[int, int]:
+        return self._private_tokens, 0
+
+    def _describe_pool(self) -> dict[str, int]:
+        return super()._describe_pool() | {"private_tokens": self._private_tokens}
+
+    def _drop_plans(self) -> None:
+        self._plans.clear()
+
+    def reset(self) -> None:
+        """See `ServedCache.reset`."""
+        assert not self._private_tokens, "SGLang flushes while requests run"
+        super().reset()
+
+    def _set_aside(self) -> None:
+        # No pass may read or write the pool any more.
+        torch.get_device_module(self.device).synchronize()
+        super()._set_aside()
+
+    def _check_requests(self) -> None:
+        live = self.service.live.values()
+        assert self._private_tokens == sum(request.k for request in live if not request.adopted)
