@@ -43,9 +43,9 @@ class Brought:
     stop: int = 0
 
 
-@dataclasses.dataclass(eq=False, slots=True)
-class Known:
-    """A request of SGLang's."""
+@dataclasses.dataclass(eq=False, slots=True, kw_only=True)
+class Known(Waiter):
+    """A request of SGLang's, which may wait for a job while it is queued."""
 
     req: Any
     extra_key: str | None  # as it came
@@ -53,7 +53,6 @@ class Known:
     kv_class: KVClass
     report: dict[str, Any]
     namespace: str
-    waiter: Waiter
     worth: int | None = None  # so many first tokens are worth storing; None: not yet counted
     seen: int | None = None  # so many of them were asked for often enough
     refused: bool = False  # because space or write budget ran out
@@ -133,8 +132,15 @@ class KnownRequests:
         )
         # What cannot be served from the store shares nothing that may come from it.
         own = KVClass() if refusal is not None else service.class_of(wanted)
-        namespace = namespace_of_request(req, self.adapters)
-        known = Known(req, extra_key, wanted, own, report, namespace, Waiter(req.rid))
+        known = Known(
+            req.rid,
+            req=req,
+            extra_key=extra_key,
+            wanted=wanted,
+            kv_class=own,
+            report=report,
+            namespace=namespace_of_request(req, self.adapters),
+        )
         if report["not_stored"] is None and sight(known):
             known.wanted, known.kv_class = LoadOptions(), KVClass()
         elif wanted.auto_bits and refusal is None and not own.exact:
@@ -166,7 +172,7 @@ class KnownRequests:
         for own in dict.fromkeys(o.kv_class for o in users if o.offers(known, least)):
             resident = self._resident(known, own)
             if resident > known.stored - least:
-                known.raised, known.waiter.found = known.kv_class, resident
+                known.raised, known.found = known.kv_class, resident
                 self._move(known, own)
                 return True
         return False

@@ -1,7 +1,7 @@
 """Late start: a pass begins while the last layers of its prefix are on their way.
 
 On an idle server, a request may be admitted when what is left of its job takes no longer than its
-own pass, which then waits for each layer (`LayerGate`). While others run it is not: they would
+own pass, which then waits for each layer. While others run it is not: they would
 wait for the drive with it. Nobody else shares the slots before they are filled. If a layer does not
 come, what the pass computes is dropped, its requests go back into the queue, as SGLang puts them
 there without room, and the slots leave the tree.
@@ -13,7 +13,6 @@ import itertools
 import logging
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,29 +31,39 @@ logger = logging.getLogger(__name__)
 POLLS_APART = 2
 
 
-class LayerGate:
-    """The jobs whose slots are in SGLang's tree but not filled, and what waits for each layer.
+class LateStart:
+    """Starts passes early, lets them wait for each layer, and takes them back if one is not there.
 
-    SGLang's pool asks its layer transfer counter, which this is, before a layer is attended to.
+    SGLang's pool asks its layer transfer counter, which this is while there are `jobs` whose slots
+    are in SGLang's tree but not filled, before a layer is attended to.
     """
 
-    def __init__(self, pool: Any, note_broken: Callable[[LoadJob], None]) -> None:
-        """`note_broken` is told, in the pass, of a job whose layer is not there."""
-        self._pool, self._note_broken = pool, note_broken
+    def __init__(
+        self, requests: KnownRequests, scheduler: Any, jobs: JobQueue[Known], slots: TreeSlots
+    ) -> None:
+        self._cache, self._known = requests.cache, requests.known
+        self._estimator = requests.service.estimator
+        self._scheduler, self._queue, self._slots = scheduler, jobs, slots
+        # A draft model's pass would have to wait as well, and cannot be put back. States are copied
+        # before a pass asks for any layer.
+        self._possible = requests.layers.packed is requests.layers.states is None
+        self._num_layers = requests.service.shape.num_layers
+        chunk = scheduler.chunked_prefill_size
+        self._most_tokens = chunk if chunk is not None and chunk > 0 else sys.maxsize
+        self._pool = self._cache.token_to_kv_pool_allocator.get_kvcache()
         self.jobs: list[LoadJob] = []
+        self.polls = 0
 
-    def add(self, job: LoadJob) -> None:
-        """Let passes wait for the layers of a job."""
-        if not self.jobs:
-            self._pool.register_layer_transfer_counter(self)
-        self.jobs.append(job)
-
-    def remove(self, job: LoadJob) -> None:
-        """Note that a job has ended, and that nobody attends to what it lacks."""
-        if job in self.jobs:
+    def poll(self) -> None:
+        """Once per pass: put back whose pass lacked a layer, and forget jobs that have ended."""
+        self.polls += 1
+        for job in self.jobs:
+            if job.revoked:
+                self.put_back(job)
+        for job in [own for own in self.jobs if own not in self._queue.jobs]:
             self.jobs.remove(job)
-        if not self.jobs:
-            self._pool.register_layer_transfer_counter(None)
+            if not self.jobs:
+                self._pool.register_layer_transfer_counter(None)
 
     def wait_until(self, layer: int) -> None:
         """Wait until the slots of a layer, counted from the first, are filled."""
@@ -64,42 +73,15 @@ class LayerGate:
             if not job.wait_for_layer(layer):
                 # Others in this pass wait no longer.
                 job.revoke()
-                self._note_broken(job)
+                # SGLang drops the results of the pass, and its users are put back before the next.
+                for known in self._users_of(job):
+                    known.req.is_retracted = True
             elif job.events:
                 torch.cuda.current_stream().wait_event(job.events[layer])
 
-
-class LateStart:
-    """Starts passes early, and takes back those that should not have been."""
-
-    def __init__(
-        self, requests: KnownRequests, scheduler: Any, jobs: JobQueue, slots: TreeSlots
-    ) -> None:
-        self._cache, self._known = requests.cache, requests.known
-        self._estimator = requests.service.estimator
-        self._scheduler, self._jobs, self._slots = scheduler, jobs, slots
-        # A draft model's pass would have to wait as well, and cannot be put back. States are copied
-        # before a pass asks for any layer.
-        self._possible = requests.layers.packed is requests.layers.states is None
-        self._num_layers = requests.service.shape.num_layers
-        chunk = scheduler.chunked_prefill_size
-        self._most_tokens = chunk if chunk is not None and chunk > 0 else sys.maxsize
-        pool = self._cache.token_to_kv_pool_allocator.get_kvcache()
-        self.gate = LayerGate(pool, self._note_broken)
-        self.polls = 0
-
-    def poll(self) -> None:
-        """Once per pass: put back whose pass lacked a layer, and forget jobs that have ended."""
-        self.polls += 1
-        for job in self.gate.jobs:
-            if job.revoked:
-                self.put_back(job)
-        for job in [own for own in self.gate.jobs if own not in self._jobs.jobs]:
-            self.gate.remove(job)
-
     def may_start(self, known: Known) -> bool:
         """Whether a request may be admitted although its job is not done."""
-        job, req = known.waiter.job, known.req
+        job, req = known.job, known.req
         if (
             not self._possible
             # What is resident leaves such a server before its pass.
@@ -125,14 +107,16 @@ class LateStart:
         queue = itertools.islice(self._scheduler.waiting_queue, WINDOW)
         others = (own.rid for own in queue if own is not req)
         # Nobody else would wait in its pass.
-        alone = self._slots.is_idle() and all(map(self._jobs.waits, others))
+        alone = self._slots.is_idle() and all(map(self._queue.waits, others))
         if most is None or not alone or self._slots.lacking(job) < len(job):
             return False
         job.deadline = now + most
         # Passes that use it wait for its layers.
         self._slots.insert(job)
         job.early = True
-        self.gate.add(job)
+        if not self.jobs:
+            self._pool.register_layer_transfer_counter(self)
+        self.jobs.append(job)
         # What was read is told when all of it was.
         job.told, known.early = True, job
         known.brought.loaded += len(job)
@@ -145,8 +129,8 @@ class LateStart:
         if self.polls < known.not_before:
             return True
         return any(
-            job is not known.waiter.job and known.begins_like(job, self._cache.page_size)
-            for job in self.gate.jobs
+            job is not known.job and known.begins_like(job, self._cache.page_size)
+            for job in self.jobs
         )
 
     def put_back(self, job: LoadJob) -> None:
@@ -165,11 +149,6 @@ class LateStart:
                 scheduler.chunked_req = None
             known.not_before = self.polls + POLLS_APART
             scheduler._add_request_to_queue(req, is_retracted=True)
-
-    def _note_broken(self, job: LoadJob) -> None:
-        # SGLang drops the results of the pass, and the users are put back before the next one.
-        for known in self._users_of(job):
-            known.req.is_retracted = True
 
     def _users_of(self, job: LoadJob) -> list[Known]:
         """The admitted requests that may attend to the slots of a job."""

@@ -15,7 +15,7 @@ from impress_sglang.plugin.known import Brought, Known, KnownRequests, as_tokens
 from impress_sglang.plugin.late_start import LateStart
 from impress_sglang.plugin.slot_pool import TreeSlots
 from impress_sglang.plugin.tree_nodes import match_resident
-from impress_sglang.serving.job_queue import JobQueue, Waiter, overlapping
+from impress_sglang.serving.job_queue import JobQueue, overlapping
 from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob
 from impress_sglang.serving.load_planner import LoadPlan
 from impress_sglang.serving.ranks import Agreement, Wish
@@ -65,7 +65,7 @@ class PrefixLoads:
         slots = TreeSlots(requests, scheduler, lambda job: self._late.put_back(job))
         self._least = service.config.min_prefix_tokens
         self._agreement = Agreement(requests.ranks, self._loader)
-        self.jobs = JobQueue(
+        self.jobs: JobQueue[Known] = JobQueue(
             slots,
             self._loader if self._alone else self._agreement,
             self._note_end,
@@ -76,7 +76,7 @@ class PrefixLoads:
         self._late = LateStart(requests, scheduler, self.jobs, slots)
         make = service.make_blends
         self._blends: Any = make and make(
-            *(self._cache, scheduler, service, self.jobs, self._late.gate),
+            *(self._cache, scheduler, service, self.jobs, self._late.jobs),
             # On the loader's thread, whose read buffers these are.
             lambda spans: self._loader.measure(service.store, spans, exact=False),
         )
@@ -90,13 +90,12 @@ class PrefixLoads:
         known.planned = True
         # What it used instead may be gone.
         self._requests.lower_bits(known)
-        waiter, req = known.waiter, known.req
-        key, not_served = key_of(req), known.report["not_served"]
-        if self._cache.disable or waiter.tries >= MOST_TRIES or not_served is not None:
+        req, key, not_served = known.req, key_of(known.req), known.report["not_served"]
+        if self._cache.disable or known.tries >= MOST_TRIES or not_served is not None:
             return
         if len(key) < self._least or (self._alone and not self._planner.looks_for(len(key))):
             return
-        waiter.found = resident = match_resident(self._cache, key).device_prefix_len
+        known.found = resident = match_resident(self._cache, key).device_prefix_len
         tokens = as_tokens(key.raw_token_ids())
         planned = self._look(known, tokens, resident)
         if self._alone:
@@ -130,8 +129,8 @@ class PrefixLoads:
             match = StoredMatch(plan.match.slice(0, wish.stop))
             plan = dataclasses.replace(plan, match=match, behind=self._planner.behind(match))
         self._service.store.tree.touch(plan.match)
-        self._service.lookahead.wait(known.req.rid, plan.spans)
-        known.waiter.patience = wish.patience
+        self._service.lookahead.wait(known.rid, plan.spans)
+        known.patience = wish.patience
         known.stored, known.io = plan.stop, plan.estimate.io
         if isinstance(plan, LoadPlan):
             # Keys of EAGLE's trees are of pairs of tokens.
@@ -145,7 +144,7 @@ class PrefixLoads:
         # Perhaps one of others brings it, or the beginning of it.
         other = overlapping(self.jobs.jobs, job, self._least)
         known.leads = other is None
-        self.jobs.join(known.waiter, other or job)
+        self.jobs.join(known, other or job)
 
     def agree(self, saves: Sequence[Any], *, saving: bool) -> Sequence[Any]:
         """Agree with the other ranks on what their threads and stores say, if that matters now.
@@ -170,15 +169,15 @@ class PrefixLoads:
                 self._compute_instead(job, *slow.get(job, (0.0, 0.0)))
         for own, wish in agreed.wishes.items():
             # In a pipeline it may have been planned again since, or be gone.
-            rid = own.known.req.rid
+            rid = own.known.rid
             if self._planned.get(rid) is own:
                 self._begin(dataclasses.replace(self._planned.pop(rid), wish=wish))
         return agreed.saves
 
     def may_run(self, known: Known) -> bool:
         """Whether a request may be admitted now; plans it again if what was planned is gone."""
-        rid = known.req.rid
-        if known.waiter.job is None and not known.planned:
+        rid = known.rid
+        if known.job is None and not known.planned:
             self.plan(known)
         if self._late.is_blocked(known):
             return False
@@ -191,7 +190,7 @@ class PrefixLoads:
 
     def end_waiting(self, known: Known) -> None:
         """Note that a request was admitted, or is gone."""
-        rid = known.req.rid
+        rid = known.rid
         self._planned.pop(rid, None)
         self.jobs.leave(rid)
         if self.order is not None:
@@ -214,7 +213,8 @@ class PrefixLoads:
         """Once per pass: take in what the loader has done, and give slots to jobs."""
         if self.jobs.active:
             # Also without jobs: what they brought may be held.
-            self.jobs.poll(req.rid for req in self._scheduler.waiting_queue)
+            queue = (self._known.get(own.rid) for own in self._scheduler.waiting_queue)
+            self.jobs.poll(known for known in queue if known is not None)
             self._raise_bits()
             for job, left, computing in self._slow() if self._alone else ():
                 if computing is not None:
@@ -257,7 +257,7 @@ class PrefixLoads:
         known = self._known.get(req.rid)
         if known is None or self.order is None:
             return
-        total, job = len(req.full_untruncated_fill_ids), known.waiter.job
+        total, job = len(req.full_untruncated_fill_ids), known.job
         length, stored = known.report["prefix_tokens"], 0 if job is None else len(job)
         cached = length + stored >= self._least
         work = RequestLengths(length, stored, total - length - stored)
@@ -266,7 +266,7 @@ class PrefixLoads:
 
     def _unread(self, rid: str) -> float:
         known = self._known.get(rid)
-        job = None if known is None else known.waiter.job
+        job = None if known is None else known.job
         return 0.0 if job is None else job.unread(self._service.shape.num_layers)
 
     def is_queued(self, req: Any) -> bool:
@@ -275,15 +275,15 @@ class PrefixLoads:
 
     def check(self) -> None:
         """Check that jobs, and the requests that wait for them, agree."""
-        for rid, waiter in self.jobs.waiters.items():
-            assert self._known[rid].waiter is waiter
+        for rid, known in self.jobs.waiters.items():
+            assert self._known[rid] is known
         for job in self.jobs.jobs:
             assert all(self.jobs.waiters[rid].job is job for rid in job.waiters)
 
     def _has_lost(self, known: Known) -> bool:
         # What was resident may be evicted before the request is admitted.
-        found = max(known.brought.stop, known.waiter.found)
-        if not found or known.waiter.hold is not None:
+        found = max(known.brought.stop, known.found)
+        if not found or known.hold is not None:
             return False
         resident = match_resident(self._cache, key_of(known.req)).device_prefix_len
         if resident >= found:
@@ -305,8 +305,7 @@ class PrefixLoads:
         if self._blends is not None:
             self._blends.note_end(job)
 
-    def _after_job(self, waiter: Waiter, job: LoadJob) -> None:
-        known = self._known[waiter.rid]
+    def _after_job(self, known: Known, job: LoadJob) -> None:
         if job.computes:
             # Of a blend, its own notes say whether it may be tried again.
             self._blends.settle(known, job)
@@ -322,14 +321,13 @@ class PrefixLoads:
         blocked = self.jobs.blocked
         # Those for which a prefix is kept resident, looked for once: the queue may be long.
         others = self._known.values() if blocked else ()
-        users = [own for own in others if own.admitted or own.waiter.hold is not None]
-        for waiter in blocked:
-            known, job = self._known[waiter.rid], waiter.job
-            blends = job is not None and job.computes
+        users = [own for own in others if own.admitted or own.hold is not None]
+        for known in blocked:
+            blends = known.job is not None and known.job.computes
             if blends or known.kv_class.exact or known.req.session is not None:
                 continue
             if self._requests.raise_bits(known, users):
-                self.jobs.leave(waiter.rid)
+                self.jobs.leave(known.rid)
 
     def _slow(self) -> Iterator[tuple[LoadJob, float, float | None]]:
         """Jobs, seconds that each still takes, and what computing takes if that is faster."""
@@ -356,5 +354,5 @@ class PrefixLoads:
                     estimated_load_ms=round(left * 1e3, 3),
                     estimated_recompute_ms=round(computing * 1e3, 3),
                 )
-                known.waiter.tries = MOST_TRIES
+                known.tries = MOST_TRIES
         self.jobs.give_up(job)

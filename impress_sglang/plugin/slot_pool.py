@@ -16,9 +16,8 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from impress_sglang.plugin.known import KnownRequests, key_of
+from impress_sglang.plugin.known import Known, KnownRequests, key_of
 from impress_sglang.plugin.tree_nodes import drop_below, match_resident
-from impress_sglang.serving.job_queue import Waiter
 from impress_sglang.serving.kv_class import marked
 from impress_sglang.serving.load_jobs import LoadJob
 
@@ -30,7 +29,7 @@ class TreeSlots:
         self, requests: KnownRequests, scheduler: Any, put_back: Callable[[LoadJob], None]
     ) -> None:
         """`put_back` puts the users of a job back into the queue."""
-        self._cache, self._known = requests.cache, requests.known
+        self._cache = requests.cache
         self._provenance, self._usual = requests.provenance, requests.service.usual
         self._scheduler, self._put_back = scheduler, put_back
         self._allocation = requests.allocation
@@ -57,15 +56,12 @@ class TreeSlots:
                 tokens += int(_new_tokens(own) * share) + page
         return free + int(self._cache.evictable_size()) - max(tokens, 0)
 
-    def need(self, waiter: Waiter, counted: set[object]) -> int:
+    def need(self, known: Known, counted: set[object]) -> int:
         """What admitting a request would take of the room, its job's slots included if it waits.
 
         What requests before it have in common with it is in `counted`, and is added there.
         """
-        known, job = self._known.get(waiter.rid), waiter.job
-        if known is None:
-            return 0
-        req = known.req
+        req, job = known.req, known.job
         total = len(req.full_untruncated_fill_ids) + _new_tokens(req) + self._cache.page_size
         if job is not None and (job.slots is not None or job in counted):
             return total - job.stop
@@ -171,9 +167,9 @@ class TreeSlots:
         self._cache.unlock(job.hold)
         drop_below(self._cache, self._key(job), job.start)
 
-    def hold_for(self, waiter: Waiter) -> Any:
+    def hold_for(self, known: Known) -> Any:
         """Hold what is resident of a request, and nothing else; `release` ends that."""
-        match = match_resident(self._cache, key_of(self._known[waiter.rid].req))
+        match = match_resident(self._cache, key_of(known.req))
         return self._cache.lock(match.last_device_node)
 
     def release(self, hold: Any) -> None:

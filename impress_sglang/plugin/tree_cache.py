@@ -77,7 +77,7 @@ class ImpressTreeCache(ServedCache):
     def waiting_storage_span(self, request: CacheRequestHandle) -> tuple[int, int] | None:
         """What is being brought for a waiting request."""
         known = self._known.get(request.rid)
-        job = None if known is None else known.waiter.job
+        job = None if known is None else known.job
         return None if job is None else (job.start, job.stop)
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:

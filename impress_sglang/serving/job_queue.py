@@ -21,7 +21,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 
@@ -51,7 +51,10 @@ class Waiter:
     tries: int = 0
 
 
-class JobQueue:
+_Waiter = TypeVar("_Waiter", bound=Waiter)
+
+
+class JobQueue(Generic[_Waiter]):
     """The jobs of one scheduler, and the requests that wait for them."""
 
     def __init__(
@@ -59,7 +62,7 @@ class JobQueue:
         pool: Any,
         loader: Any,
         note_end: Callable[[LoadJob], None],
-        replan: Callable[[Waiter, LoadJob], None],
+        replan: Callable[[_Waiter, LoadJob], None],
         least: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -78,7 +81,7 @@ class JobQueue:
         self._clock = clock
         self.jobs: list[LoadJob] = []
         """Those that have not ended, the earliest first."""
-        self.waiters: dict[str, Waiter] = {}
+        self.waiters: dict[str, _Waiter] = {}
         """Queued requests that wait for a job, or for which something is held."""
         self.computing: list[LoadJob] = []
         """Those that are read, and on which the scheduler's thread computes."""
@@ -104,7 +107,7 @@ class JobQueue:
         return (job for job in self.jobs if job.slots is not None)
 
     @property
-    def blocked(self) -> list[Waiter]:
+    def blocked(self) -> list[_Waiter]:
         """Those whose jobs wait for room; asked for in each pass, and the queue may be long."""
         return [
             own
@@ -114,7 +117,7 @@ class JobQueue:
             and own.job.state is JobState.WAITING
         ]
 
-    def join(self, waiter: Waiter, job: LoadJob) -> None:
+    def join(self, waiter: _Waiter, job: LoadJob) -> None:
         """Let a request wait for a job, which may be new."""
         assert waiter.job is None
         if job not in self.jobs:
@@ -144,8 +147,8 @@ class JobQueue:
         waiter = self.waiters.get(rid)
         return waiter is not None and waiter.job is not None
 
-    def poll(self, queue: Iterable[str]) -> None:
-        """Take in what the loader has done, and give slots to jobs; `queue`: ids, in order."""
+    def poll(self, queue: Iterable[_Waiter]) -> None:
+        """Take in what the loader has done, and give slots to jobs; `queue`: all, in order."""
         self.settle()
         self._admissible = None
         if any(self._held) or any(job.state is JobState.WAITING for job in self.jobs):
@@ -198,20 +201,19 @@ class JobQueue:
         self.settle()
         return all(job.done.is_set() for job in self.jobs)
 
-    def _grant(self, queue: Iterable[str]) -> None:
+    def _grant(self, queue: Iterable[_Waiter]) -> None:
         first = list(itertools.islice(queue, WINDOW))
-        if self._pool.windows and first and not self.waits(first[0]) and self._pool.is_idle():
+        if self._pool.windows and first and not self.waits(first[0].rid) and self._pool.is_idle():
             # If rows that others hold keep it from being admitted, nobody ever is.
-            self._release_behind({first[0]})
+            self._release_behind({first[0].rid})
         room = budget = self._pool.room()
         counted, seen = set[object](), set[str]()
         blocked = False
-        for rid in first:
+        for waiter in first:
             if budget <= 0:
                 break
-            waiter = self.waiters.get(rid) or Waiter(rid)
             need, job = self._pool.need(waiter, counted), waiter.job
-            seen.add(rid)
+            seen.add(waiter.rid)
             if job is not None and job.state is JobState.WAITING:
                 blocked = blocked or not self._try(job, need, budget, first=budget == room)
                 if job.state is JobState.WAITING and waiter.job is job:
@@ -256,10 +258,10 @@ class JobQueue:
         return alone
 
     @property
-    def _held(self) -> Iterator[Waiter]:
+    def _held(self) -> Iterator[_Waiter]:
         return (waiter for waiter in self.waiters.values() if waiter.hold is not None)
 
-    def _has_waited(self, waiter: Waiter) -> bool:
+    def _has_waited(self, waiter: _Waiter) -> bool:
         now = self._clock()
         if waiter.blocked_at is None:
             waiter.blocked_at = now
@@ -295,7 +297,7 @@ class JobQueue:
         for waiter in waiters:
             self._replan(waiter, job)
 
-    def _waiters_of(self, job: LoadJob) -> list[Waiter]:
+    def _waiters_of(self, job: LoadJob) -> list[_Waiter]:
         """Those who wait for a job; who began it comes first, and is told of its reads."""
         return [own for own in self.waiters.values() if own.job is job]
 
@@ -311,7 +313,7 @@ class JobQueue:
         job.revoke()
         self._pool.give_back(job)
 
-    def _detach(self, waiter: Waiter) -> None:
+    def _detach(self, waiter: _Waiter) -> None:
         job, waiter.job = waiter.job, None
         if job is None:
             return
@@ -326,7 +328,7 @@ class JobQueue:
         elif job.slots is not None:
             self._revoke(job)
 
-    def _release(self, waiter: Waiter) -> None:
+    def _release(self, waiter: _Waiter) -> None:
         hold, waiter.hold = waiter.hold, None
         if hold is not None:
             self._pool.release(hold)

@@ -214,9 +214,7 @@ def raise_(error: Exception) -> None:
 
 
 def order(world: TreeWorld, verb: str, **fields: Any) -> dict[str, Any]:
-    answer: dict[str, Any] = json.loads(
-        handle(world.cache, json.dumps({"verb": verb, **fields}))
-    )
+    answer: dict[str, Any] = json.loads(handle(world.cache, json.dumps({"verb": verb, **fields})))
     return answer
 
 

@@ -361,7 +361,7 @@ class Desk:
         self.jobs.leave(rid)
 
     def poll(self) -> None:
-        self.jobs.poll(self.queue)
+        self.jobs.poll(self.waiters[rid] for rid in self.queue)
         check_queue(self.jobs, self.tree)
 
     def load(self) -> None:

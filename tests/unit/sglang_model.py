@@ -222,7 +222,7 @@ class SGLangModel:
     def _poll(self) -> None:
         """`check_hicache_events`."""
         self.polls += 1
-        self.jobs.poll([own.rid for own in self.queue])
+        self.jobs.poll(own.waiter for own in self.queue)
         self.gate = [job for job in self.gate if job in self.jobs.jobs]
 
     @property

@@ -16,7 +16,6 @@ from impress_sglang.cost import RequestLengths
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.plugin.factory import rotation_of
 from impress_sglang.plugin.known import Known
-from impress_sglang.plugin.late_start import LayerGate
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.serving.job_queue import JobQueue
 from impress_sglang.serving.load_jobs import JobState, LoadJob
@@ -37,11 +36,13 @@ class Blends:
         cache: UnifiedRadixCache,
         scheduler: Any,
         service: Service,
-        jobs: JobQueue,
-        gate: LayerGate,
+        jobs: JobQueue[Known],
+        gated: Sequence[LoadJob],
         measure: Callable[[Sequence[StoredSpan]], None],
     ) -> None:
         """Begin with no blends, for a scheduler that is complete; `measure`: see `BlendPlanner`.
+
+        `gated`: the jobs of which layers are on their way while passes run (`LateStart`).
 
         Raises:
             UnsupportedError: the model cannot be blended.
@@ -49,7 +50,7 @@ class Blends:
         self._cache = cache
         self._service = service
         self._jobs = jobs
-        self._gate = gate
+        self._gated = gated
         runner = scheduler.tp_worker.model_runner
         rotation = rotation_of(runner.model, "--impress-blend")
         self.planner = BlendPlanner(service, rotation, cache.page_size, BLOCK_TOKENS, measure)
@@ -117,7 +118,7 @@ class Blends:
 
     def _waits(self, job: LoadJob) -> bool:
         """Whether tokens before a job may still be on their way into their slots."""
-        same = (own.kv_class == job.kv_class and own.space == job.space for own in self._gate.jobs)
+        same = (own.kv_class == job.kv_class and own.space == job.space for own in self._gated)
         return any(same)
 
     def _step(self, job: BlendJob) -> JobState | None:
