@@ -30,7 +30,7 @@ def _set_ssd_mbps(cache: ServedCache, asked: Any) -> Any:
 
 
 def _reorder_all(cache: ServedCache, _: Any) -> Any:
-    store = cache.service.served.store
+    store = cache.service.store
     assert isinstance(store, PartStore)
     store.enqueue_rewrites(force=True)
     store.poll()

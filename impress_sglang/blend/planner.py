@@ -86,12 +86,12 @@ class BlendPlanner:
             A job, of which nothing was begun. If it would not blend: why, if some of its text is
             stored, else None.
         """
-        served = self._service.served
+        service = self._service
         if blend == OFF or own.share >= 1.0 or own.exact:
             return None
-        if not served.in_use or not served.store.health.readable:
+        if not service.in_use or not service.store.health.readable:
             return None
-        store, content = served.store, served.store.tree.content
+        store, content = service.store, service.store.tree.content
         if content is None:
             return None
         if self.refusal is not None:

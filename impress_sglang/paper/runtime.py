@@ -113,7 +113,7 @@ class ServingRuntime(Service):
     @property
     def parts(self) -> PartStore:
         """The store that is open."""
-        store = self.served.store
+        store = self.store
         assert isinstance(store, PartStore)
         return store
 
@@ -212,7 +212,7 @@ class ServingRuntime(Service):
 
     def summary(self) -> dict[str, Any]:
         """See `Service.summary`."""
-        store = self.served.opened
+        store = self.opened
         reorders = store.rewrites if isinstance(store, PartStore) else None
         return {**super().summary(), "reorder": reorders}
 

@@ -76,11 +76,11 @@ def handle(cache: ServedCache, text: str | None) -> str:
 
 
 def _store(cache: ServedCache) -> PrefixStore:
-    mine = cache.service.served.in_use
+    mine = cache.service.in_use
     if not cache.ranks.all(mine):
-        why = "that of another rank is not open" if mine else cache.service.served.suspended
+        why = "that of another rank is not open" if mine else cache.service.suspended
         raise Refused(f"no store is in use: {why or 'by policy'}")
-    return cache.service.served.store
+    return cache.service.store
 
 
 def _reorder(cache: ServedCache, _: Any) -> Any:
@@ -128,14 +128,14 @@ def _pin(cache: ServedCache, asked: Any) -> dict[str, Any]:
 
 def _purge(cache: ServedCache, asked: Any) -> dict[str, Any]:
     """Take a step of a purge; its `name` tells it from another one that says the same."""
-    served, store, tokens, key = cache.service.served, _store(cache), None, None
+    store, tokens, key = _store(cache), None, None
     space = None if asked.everything else namespace_of(asked)
     if asked.input_ids is not None:
         ids = _whole(cache, asked.input_ids)
         tokens = as_tokens(ids)
         key = RadixKey(array("q", ids), asked.extra_key, cache_salt=asked.cache_salt)
     text, name = repr(asked), None if space is None else store.namespace(space)
-    purge = served.purges.go_on(text, lambda: Purge(name, tokens, asked.older_than))
+    purge = cache.service.purges.go_on(text, lambda: Purge(name, tokens, asked.older_than))
     failure: Exception | None = None
     purged, pool, more = Purged(), 0, False
     try:
@@ -161,7 +161,7 @@ def _overview(cache: ServedCache, asked: Any) -> dict[str, Any]:
     Requests up to the number `after` are left out. If there is a segment `below`: only the segments
     that build on it.
     """
-    recent, store, below = cache.service.recent, cache.service.served.opened, asked.below
+    recent, store, below = cache.service.recent, cache.service.opened, asked.below
     found: Iterable[StoredSegment] = ()
     if store is not None and below is None:
         found = store.tree.order.latest()

@@ -298,7 +298,7 @@ class KnownRequests:
         # It is loaded while it waits, and perhaps while its pass waits for the last layers.
         before_pass = times.queue_duration_s + known.gated
         loading = min(report["load_ms"] / 1e3, before_pass)
-        store = service.served.opened
+        store = service.opened
         service.recent.note(
             req.rid,
             "" if store is None else store.namespace(known.namespace),

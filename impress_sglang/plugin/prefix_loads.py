@@ -293,7 +293,7 @@ class PrefixLoads:
         return True
 
     def _note_end(self, job: LoadJob) -> None:
-        if isinstance(job.error, PrefixUnreadable) and self._service.served.opened is job.store:
+        if isinstance(job.error, PrefixUnreadable) and self._service.opened is job.store:
             logger.warning("a stored prefix is computed: %s", job.error)
             job.store.report(job.error)
         elif job.state is JobState.FAILED and job.error is None and self._ranks.copies > 1:

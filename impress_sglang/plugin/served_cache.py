@@ -93,7 +93,7 @@ class ServedCache(UnifiedRadixCache):
         self._saves = saves = WriteBack(self._requests, model)
         self.sights = saves.sights
         self.weights = WeightWatch(
-            *(service.served, read_identity, self._set_aside, self._allocation.is_empty, ranks)
+            *(service, read_identity, self._set_aside, self._allocation.is_empty, ranks)
         )
         # What is locked is not freed, and a rank does not know which of all writes are purged.
         self.sweeps = Sweeps(self, None if ranks.alone else saves.give_all_up)
@@ -354,13 +354,13 @@ class ServedCache(UnifiedRadixCache):
     def _check_steps(self) -> Iterator[None]:
         self._check_requests()
         yield
-        served, store = self.service.served, None
+        service, store = self.service, None
         # Another store may have taken its place meanwhile, and is checked as well.
-        while served.opened is not store:
-            store = served.opened
+        while service.opened is not store:
+            store = service.opened
             for _ in () if store is None else store.check_steps():
                 yield
-                if served.opened is not store:
+                if service.opened is not store:
                     break
 
     def _check_requests(self) -> None:

@@ -105,7 +105,7 @@ class ImpressTreeCache(ServedCache):
     def check_hicache_events(self) -> None:
         """Take in what other threads have done, and give slots to jobs."""
         if self._serves:
-            self.service.served.poll()
+            self.service.poll()
             if self._released:
                 self._forget_ended()
             self._saves.release(self.loads.agree)

@@ -39,7 +39,7 @@ class WeightWatch:
         is_empty: Callable[[], bool],
         ranks: Ranks = ALONE,
     ) -> None:
-        """Watch over the store that is `served`, a `ServedStore` or like one.
+        """Watch over the store that is `served`, by a `Service` or what is like one.
 
         Its weights are known by what `read_identity` returns. `set_aside` ends passes and writes,
         and forgets plans; `is_empty` says whether no KV is left in the pool.

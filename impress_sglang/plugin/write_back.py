@@ -83,7 +83,7 @@ class WriteBack:
         prefix.
         """
         req = known.req
-        if known.worth is not None or not self._service.served.in_use:
+        if known.worth is not None or not self._service.in_use:
             return False
         tokens = req.origin_input_ids
         if self.sights is None or store_wish_of(req.sampling_params) is True:
@@ -220,7 +220,7 @@ class WriteBack:
 
     def finish(self) -> None:
         """Let accepted writes end: slots that they read are about to be given away."""
-        store = self._service.served.opened
+        store = self._service.opened
         if store is not None:
             store.writes.drain()
             # Other weights may follow, and with them another store.
@@ -233,12 +233,12 @@ class WriteBack:
         with self._reading:
             # A layer that was being read.
             pass
-        store = self._service.served.opened
+        store = self._service.opened
         if store is not None:
             store.writes.abandon()
 
     def _may_store(self, known: Known) -> bool:
-        in_use = self._service.served.in_use and not known.refused
+        in_use = self._service.in_use and not known.refused
         return self._ranks.writes and in_use and store_refusal(known.req) is None
 
     def _fits(self, known: Known, num_tokens: int) -> bool:

@@ -83,9 +83,8 @@ class LoadPlanner:
 
     def looks_for(self, num_tokens: int) -> bool:
         """Whether to look up a prompt of `num_tokens` now; takes over a store that has opened."""
-        served = self._service.served
-        served.take_over()
-        return served.in_use and num_tokens >= self._config.min_prefix_tokens
+        self._service.take_over()
+        return self._service.in_use and num_tokens >= self._config.min_prefix_tokens
 
     def whole_pages(self, num_tokens: int) -> int:
         """Round a number of tokens down to whole pages."""
@@ -231,18 +230,18 @@ class LoadPlanner:
         blend: Detail | None,
     ) -> Detail:
         """Why no more was used than the prefix in the report."""
-        served, least, prefix = (
-            self._service.served,
+        service, least, prefix = (
+            self._service,
             self._config.min_prefix_tokens,
             report["prefix_tokens"],
         )
         if report["not_served"] is not None:
             return Reason.NOT_SERVED, str(report["not_served"])
-        if not served.stores:
+        if not service.policy.stores:
             return Reason.NO_STORE, self._config.policy
-        if served.suspended is not None:
-            return Reason.OTHER_WEIGHTS, served.suspended
-        store = served.store
+        if service.suspended is not None:
+            return Reason.OTHER_WEIGHTS, service.suspended
+        store = service.store
         if not store.health.readable:
             return Reason.DEGRADED, ""
         if len(tokens) < least:

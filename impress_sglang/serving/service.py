@@ -44,33 +44,70 @@ NOT_OPENED = "not opened"
 START_SECONDS = 5.0
 
 
-class ServedStore:
-    """At most one open store, and the memory that it hands on to the store that follows it."""
+class Service:
+    """The store of a scheduler and what goes with it; the scheduler's thread owns it.
+
+    There is at most one open store, which hands its memory on to the store that follows it.
+    """
 
     def __init__(
         self,
         config: ImpressConfig,
+        shape: KVShape,
         identity: str,
-        memory: StoreMemory,
-        make_store: Callable[..., PrefixStore],
+        device: torch.device,
+        hidden_size: int,
+        codec: BasisCodec | None = None,
+        make_store: type[PrefixStore] = PrefixStore,
     ) -> None:
-        """Open the store of these weights, which `make_store` makes of what is on disk.
+        """Open the store of these weights; `device`: where slots are, `hidden_size`: of the model.
 
-        One that takes longer to open than START_SECONDS is taken over later, and requests are
-        computed until then.
+        `codec` codes KVs, if the shape names a basis. A store that takes longer to open than
+        START_SECONDS is taken over later, and requests are computed until then.
+
+        Raises:
+            ConfigError: a directory cannot be written, or the caches do not fit in memory.
+            StoreInUseError: another server uses it for the same model.
         """
+        self.config = config
+        self.shape = shape
+        self.policy = make_policy(config)
+        self.self_test_seconds: float | None = None
+        """What showing took that KVs come back as they were; None if nothing is stored."""
+        self.totals = RequestTotals()
+        self.recent = RecentRequests(show_prompts=config.show_prompts == ON)
+        self.make_blends: Callable[..., Any] | None = None
+        """Makes what plans blends and computes them; None unless the server blends."""
+        self.metrics: ServingMetrics | None = None
+        """What Prometheus reads; None unless metrics are wanted."""
+        self.describe_pool: Callable[[], dict[str, int]] = dict
+        """Returns who has how much of the pool of slots, in tokens; set by the pool's owner."""
+        self.lookahead = LookAhead()
+        """What queued requests will use, and each request's turn."""
+        self._make_store = functools.partial(
+            make_store,
+            config,
+            shape=shape,
+            lookahead=self.lookahead if config.lookahead == ON else None,
+            budget=WriteBudget(config.write_gb_per_day),
+            codec=codec,
+        )
+        self.codec = codec
+        """Codes KVs by a basis; None: there is none, and codes are those without one."""
+        self.estimator = Estimator(hidden_size, overlapped=config.readahead > 0)
+        self.counts: Memory | None = None
+        """Where prompts are counted for this rank of all replicas; None: for this process."""
+        self.usual = self.class_of(LoadOptions(bits=config.usual_bits, blend=config.blend))
+        """The class of a request that asks for nothing else."""
         self.identity = identity
         """The model identity of the store that is open or being opened; empty if there is none."""
         self.aside: str | None = None
         """Why the store may not be used, even if open (`plugin.weights`); None if it may."""
         self.opened: PrefixStore | None = None
         """The open store; None while there is none."""
-        self.stores = make_policy(config).stores
-        """Whether the policy has a store at all."""
         self.purges = MultiStepJobs[str, Purge]()
-        self._config, self._make_store = config, make_store
         # Belongs to the open store, or is kept for the next one.
-        self._memory = memory
+        self._memory = StoreMemory.allocate(config, shape, device)
         self._opener = BackgroundThread("impress-store")
         self._opening: Future[StoreDisk] | None = self._opener.submit(StoreDisk, config, identity)
         wait([self._opening], START_SECONDS)
@@ -93,7 +130,7 @@ class ServedStore:
     @property
     def in_use(self) -> bool:
         """Whether prefixes are looked for in the store, and offered to it."""
-        return self.stores and self.suspended is None
+        return self.policy.stores and self.suspended is None
 
     def use_again(self) -> None:
         """Use the store once it is open: all KVs in the pool now belong to `identity`."""
@@ -116,10 +153,10 @@ class ServedStore:
             # Now, so that no write tells the tree cache of its end from the other thread.
             store.writes.abandon()
             # Memory is kept: allocating it again would take long, or fail.
-            self._memory = store.retire().emptied(self._config)
+            self._memory = store.retire().emptied(self.config)
             self._opener.submit(_close_logged, store.leave_disk)
         self.identity = identity
-        self._opening = self._opener.submit(StoreDisk, self._config, identity)
+        self._opening = self._opener.submit(StoreDisk, self.config, identity)
 
     def poll(self) -> None:
         """Take in what other threads have done; never waits."""
@@ -155,15 +192,6 @@ class ServedStore:
             self._opener.submit(_close_logged, disk.close)
             raise
 
-    def close(self) -> None:
-        """Finish writes and close the store; nothing is served after that.
-
-        A store that is still being opened is waited for no longer than `--impress-io-timeout`.
-        """
-        (self._memory if self.opened is None else self.opened).close()
-        self._discard_opening()
-        self._opener.close(self._config.io_timeout)
-
     def _discard_opening(self) -> None:
         opening, self._opening = self._opening, None
         if opening is not None and not opening.cancel():
@@ -172,66 +200,6 @@ class ServedStore:
     def _say_used(self) -> None:
         if self.suspended is None:
             logger.info("the store is used again, for weights %s", self.identity)
-
-
-class Service:
-    """The store of a scheduler and what goes with it; the scheduler's thread owns it."""
-
-    def __init__(
-        self,
-        config: ImpressConfig,
-        shape: KVShape,
-        identity: str,
-        device: torch.device,
-        hidden_size: int,
-        codec: BasisCodec | None = None,
-        make_store: type[PrefixStore] = PrefixStore,
-    ) -> None:
-        """Open the store; `device`: where slots are, `hidden_size`: of the model.
-
-        `codec` codes KVs, if the shape names a basis.
-
-        Raises:
-            ConfigError: a directory cannot be written, or the caches do not fit in memory.
-            StoreInUseError: another server uses it for the same model.
-        """
-        self.config = config
-        self.shape = shape
-        self.policy = make_policy(config)
-        self.self_test_seconds: float | None = None
-        """What showing took that KVs come back as they were; None if nothing is stored."""
-        self.totals = RequestTotals()
-        self.recent = RecentRequests(show_prompts=config.show_prompts == ON)
-        self.make_blends: Callable[..., Any] | None = None
-        """Makes what plans blends and computes them; None unless the server blends."""
-        self.metrics: ServingMetrics | None = None
-        """What Prometheus reads; None unless metrics are wanted."""
-        self.describe_pool: Callable[[], dict[str, int]] = dict
-        """Returns who has how much of the pool of slots, in tokens; set by the pool's owner."""
-        self.lookahead = LookAhead()
-        """What queued requests will use, and each request's turn."""
-        make = functools.partial(
-            make_store,
-            config,
-            shape=shape,
-            lookahead=self.lookahead if config.lookahead == ON else None,
-            budget=WriteBudget(config.write_gb_per_day),
-            codec=codec,
-        )
-        memory = StoreMemory.allocate(config, shape, device)
-        self.served = ServedStore(config, identity, memory, make)
-        self.codec = codec
-        """Codes KVs by a basis; None: there is none, and codes are those without one."""
-        self.estimator = Estimator(hidden_size, overlapped=config.readahead > 0)
-        self.counts: Memory | None = None
-        """Where prompts are counted for this rank of all replicas; None: for this process."""
-        self.usual = self.class_of(LoadOptions(bits=config.usual_bits, blend=config.blend))
-        """The class of a request that asks for nothing else."""
-
-    @property
-    def store(self) -> PrefixStore:
-        """The store, for callers that know that one is open."""
-        return self.served.store
 
     def class_of(self, wanted: LoadOptions) -> KVClass:
         """The class of the KVs that a request gets."""
@@ -263,18 +231,18 @@ class Service:
         """Export the counts: at most once a second, or `now`, or if `idle` and there is news."""
         if idle:
             # No batch will come that would poll.
-            self.served.poll()
+            self.poll()
         if self.metrics is not None:
             self.metrics.tell(self.summary, now=now or (idle and self.metrics.has_news))
 
     def summary(self) -> dict[str, Any]:
         """What `GET /impress/stats` shows of the store, and of requests that are over."""
-        self.served.poll()
-        totals, store = self.totals.items(), self.served.opened
+        self.poll()
+        totals, store = self.totals.items(), self.opened
         return {
             "config": dataclasses.asdict(self.config),
-            "identity": self.served.identity,
-            "suspended": self.served.suspended,
+            "identity": self.identity,
+            "suspended": self.suspended,
             "self_test_seconds": self.self_test_seconds,
             "probe_kv_heads": list(self.shape.probe_kv_heads),
             "kv_heads": self.shape.num_kv_heads,
@@ -287,8 +255,13 @@ class Service:
         }
 
     def close(self) -> None:
-        """Finish writes and close the store; nothing is served after that."""
-        self.served.close()
+        """Finish writes and close the store; nothing is served after that.
+
+        A store that is still being opened is waited for no longer than `--impress-io-timeout`.
+        """
+        (self._memory if self.opened is None else self.opened).close()
+        self._discard_opening()
+        self._opener.close(self.config.io_timeout)
 
 
 def _close_logged(close: Callable[[], None]) -> None:

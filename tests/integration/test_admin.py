@@ -178,7 +178,7 @@ def test_no_order_ends_the_scheduler(world: World) -> None:
         assert "error" in json.loads(handle(world.cache, text))
     assert "error" in world.told("unheard of", STORED)
     assert "error" in world.told("pin", [2**40] * TOKENS)
-    world.service.served.aside = "weights change"
+    world.service.aside = "weights change"
     assert world.told("purge", STORED) == {"error": "no store is in use: weights change"}
 
 
@@ -224,7 +224,7 @@ def test_a_fault_of_ours_is_none_of_the_caller(
     assert client.post("/impress/pin", json={"input_ids": [1]}).status_code == 400
     monkeypatch.setitem(admin.VERBS, "pin", None)
     assert client.post("/impress/pin", json={"input_ids": [1]}).status_code == 500
-    world.service.served.aside = "a test"
+    world.service.aside = "a test"
     refused = client.post("/impress/reorder")
     assert refused.status_code == 400 and "no store is in use: a test" in refused.text
 

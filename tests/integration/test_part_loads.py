@@ -214,7 +214,7 @@ def test_other_weights_are_served_once_nothing_is_resident(
 ) -> None:
     # SGLang asks for the module of the build's accelerator, which a CPU machine lacks.
     monkeypatch.setattr(torch, "get_device_module", lambda device="cpu": torch.cpu)
-    served, weights = world.runtime.served, world.cache.weights
+    served, weights = world.runtime, world.cache.weights
     world.prefill("own", OTHER)
     weights.begin("a test")
     assert served.aside == "a test" and not world.cache._saves.writing_tokens

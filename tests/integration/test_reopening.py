@@ -71,7 +71,7 @@ def begin_update(world: World, faults: Faults, rule: Rule) -> None:
     faults.add(rule)
     assert world.call("update_weights_from_disk").success
     wait_until(lambda: faults.hits)
-    assert world.service.served.suspended == "opening"
+    assert world.service.suspended == "opening"
 
 
 def test_a_disk_that_hangs_while_a_store_is_opened(world: World, faults: Faults) -> None:
@@ -87,14 +87,14 @@ def test_a_disk_that_hangs_while_a_store_is_opened(world: World, faults: Faults)
     assert world.serve(world.request("asks", [*STORED, 5]))["path"] == "computed"
     assert world.told("reorder") == {"error": "no store is in use: opening"}
     for _ in range(2):
-        assert world.flush() and world.service.served.suspended == "opening"
+        assert world.flush() and world.service.suspended == "opening"
     # What is computed meanwhile is of the same weights.
     slots = world.allocator.alloc(3)
     assert slots is not None
 
     faults.clear()
 
-    assert world.used() and world.service.served.identity == NEW and world.stored(STORED) == 0
+    assert world.used() and world.service.identity == NEW and world.stored(STORED) == 0
     world.allocator.free(slots)
     world.prefill("saved", OTHER)
     world.service.store.writes.drain()
@@ -106,7 +106,7 @@ def test_weights_that_change_while_a_store_is_opened(world: World, faults: Fault
     begin_update(world, faults, hang(NEW))
     assert world.call("update_weights_from_disk", model_path=THIRD).success
     assert world.call("update_weights_from_disk", model_path=OLD).success
-    assert world.service.served.suspended == "opening" and world.service.served.identity == OLD
+    assert world.service.suspended == "opening" and world.service.identity == OLD
 
     faults.clear()
 
@@ -124,10 +124,10 @@ def test_a_disk_that_fails_while_a_store_is_opened(
     # After the folder was locked, and threads were begun.
     with faults.injected(Rule(fault, "free_bytes", f"*/{NEW}*")):
         assert world.call("update_weights_from_disk").success
-        assert not world.used() and world.service.served.suspended == "not opened"
+        assert not world.used() and world.service.suspended == "not opened"
     assert caplog.text.count("cannot be opened; the next flush tries again") == 1
     assert not set(threading.enumerate()) - before, "threads of the attempt are left"
-    assert world.flush() and world.used() and world.service.served.identity == NEW
+    assert world.flush() and world.used() and world.service.identity == NEW
 
 
 def test_the_next_store_has_the_memory_of_the_last(
@@ -139,13 +139,13 @@ def test_the_next_store_has_the_memory_of_the_last(
         raise AssertionError("memory was allocated again")
 
     before = world.service.store.cache
-    slabs, pool = before.slabs, world.service.served._memory.pool
+    slabs, pool = before.slabs, world.service._memory.pool
     ids = attach(before, SegmentLayout(SHAPE, 8, 16, 4096))
     before.access(np.array([ids]), np.ones(1))
     monkeypatch.setattr(StoreMemory, "allocate", refuse)
     assert world.call("update_weights_from_disk").success and world.used()
     after = world.service.store.cache
-    assert after.slabs is slabs and world.service.served._memory.pool is pool
+    assert after.slabs is slabs and world.service._memory.pool is pool
     assert after.summary()["device"]["chunks"] == after.summary()["host"]["chunks"] == 0
     assert not before.slabs, "the old store could still read them"
 
@@ -169,7 +169,7 @@ def test_a_server_serves_before_its_store_is_open(
     monkeypatch.setattr(service, "START_SECONDS", 0.1)
     faults.add(hang(OLD, "list"))
     begun = World(world.config.ssd_path, io_timeout=IO_TIMEOUT)
-    assert begun.service.served.suspended == "opening" and begun.stored(STORED) == 0
+    assert begun.service.suspended == "opening" and begun.stored(STORED) == 0
     assert begun.cache.summary()["store"] is None
     faults.clear()
     assert begun.used() and begun.stored(STORED) == TOKENS

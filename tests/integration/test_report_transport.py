@@ -205,7 +205,7 @@ def test_times_of_a_request_add_up_where_its_prefix_is_loaded_while_it_waits(
     service: Any = SimpleNamespace(
         count=lambda _: None,
         recent=RecentRequests(),
-        served=SimpleNamespace(opened=None),
+        opened=None,
         estimator=SimpleNamespace(note_request=lambda *own: learnt.append(own)),
     )
     report = new_report("impress", 0, 20) | {"load_ms": load_ms}
@@ -256,7 +256,7 @@ def test_what_a_pass_took_is_learnt_apart_from_what_it_loaded(
     runtime: Any = SimpleNamespace(
         count=lambda _: None,
         recent=RecentRequests(),
-        served=SimpleNamespace(opened=None),
+        opened=None,
         estimator=SimpleNamespace(
             note_request=lambda *own: took.append(own),
             note_load=lambda work, seconds, whole: loads.append((work, round(seconds, 6), whole)),

@@ -50,7 +50,7 @@ def test_update_that_flushes(world: World) -> None:
     """The identity is asked once, when the update is over."""
     assert world.call("update_weights_from_disk").success
     assert world.used() and world.asked == 1
-    assert world.service.served.identity == NEW and world.stored(STORED) == 0
+    assert world.service.identity == NEW and world.stored(STORED) == 0
     assert world.call("update_weights_from_disk", model_path=OLD).success
     assert world.used() and world.stored(STORED) == TOKENS
 
@@ -59,22 +59,22 @@ def test_update_that_leaves_kvs(world: World) -> None:
     """Nothing is read nor written until the next flush."""
     world.prefill("resident", OTHER)
     assert world.call("update_weights_from_disk", flush_cache=False).success
-    assert world.service.served.suspended == "update_weights_from_disk"
+    assert world.service.suspended == "update_weights_from_disk"
     assert world.stored(STORED) == 0
     world.prefill("mixed", range(2000, 2064))
     assert not world.cache._saves.writing_tokens
     # Back to the first weights, but KVs of the others may be among what is resident.
     assert world.call("update_weights_from_disk", model_path=OLD, flush_cache=False).success
-    assert world.service.served.suspended and world.stored(STORED) == 0
+    assert world.service.suspended and world.stored(STORED) == 0
     assert world.flush()
-    assert world.service.served.suspended is None and world.stored(STORED) == TOKENS
+    assert world.service.suspended is None and world.stored(STORED) == TOKENS
 
 
 def test_update_that_changes_nothing(world: World) -> None:
     """What is resident is still right, so that the store goes on."""
     world.prefill("resident", OTHER)
     assert not world.call("update_weights_from_disk", model_path="missing").success
-    assert world.service.served.suspended is None and world.stored(STORED) == TOKENS
+    assert world.service.suspended is None and world.stored(STORED) == TOKENS
 
 
 def test_session(world: World) -> None:
@@ -82,18 +82,18 @@ def test_session(world: World) -> None:
     assert world.call("begin_weight_update").success
     assert not world.call("begin_weight_update").success
     assert world.flush() and world.asked == 0
-    assert world.service.served.suspended == "begin_weight_update"
+    assert world.service.suspended == "begin_weight_update"
     world.allocator.alloc(3)
     assert world.call("end_weight_update").success
     assert world.asked == 0, "KVs of the session are resident"
-    assert world.flush() and world.service.served.suspended is None
+    assert world.flush() and world.service.suspended is None
 
 
 @pytest.mark.parametrize("action", ["snapshot", "compare", "checksum"])
 def test_checks_that_only_look(world: World, action: str) -> None:
     world.prefill("written", OTHER)
     assert world.call("check_weights", action=action).success
-    assert world.service.served.suspended is None and world.asked == 0
+    assert world.service.suspended is None and world.asked == 0
     world.service.store.writes.drain()
     assert world.stored(OTHER) == TOKENS
 
@@ -119,7 +119,7 @@ def test_write_under_way_is_given_up(world: World) -> None:
     world.service.store.writes.drain()
     assert not world.cache._saves.writing_tokens
     world.call("resume_memory_occupation", tags=["kv_cache"])
-    assert world.service.served.suspended is None
+    assert world.service.suspended is None
     assert world.stored(OTHER) == 0 and world.stored(STORED) == TOKENS
     check_store(world.service.store)
     assert world.files() == 1
@@ -134,21 +134,21 @@ def test_released_weights_are_not_read(world: World) -> None:
     world.call("begin_weight_update")
     world.weights = NEW
     world.call("end_weight_update")
-    assert world.asked == 0 and world.service.served.suspended == "release_memory_occupation"
+    assert world.asked == 0 and world.service.suspended == "release_memory_occupation"
     world.call("resume_memory_occupation", tags=["kv_cache"])
-    assert world.asked == 1 and world.used() and world.service.served.identity == NEW
+    assert world.asked == 1 and world.used() and world.service.identity == NEW
 
 
 def test_identity_that_cannot_be_computed(world: World, caplog: pytest.LogCaptureFixture) -> None:
     """The server goes on without the store, and asks again at the next flush."""
     world.weights = "unreadable"
     assert world.flush()
-    assert world.service.served.suspended == "no identity" and world.stored(STORED) == 0
+    assert world.service.suspended == "no identity" and world.stored(STORED) == 0
     assert "the next flush tries again" in caplog.text
     assert world.cache.summary()["suspended"] == "no identity"
     world.weights = OLD
     assert world.flush()
-    assert world.service.served.suspended is None and world.stored(STORED) == TOKENS
+    assert world.service.suspended is None and world.stored(STORED) == TOKENS
 
 
 def test_store_that_cannot_be_opened(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -162,7 +162,7 @@ def test_store_that_cannot_be_opened(world: World, caplog: pytest.LogCaptureFixt
     for _ in range(2):
         caplog.clear()
         assert world.flush() and not world.used()
-        assert world.service.served.suspended == "not opened"
+        assert world.service.suspended == "not opened"
         world.poll()
         assert caplog.text.count("the next flush tries again") == 1
     # The first weights again: their store was closed.
@@ -171,7 +171,7 @@ def test_store_that_cannot_be_opened(world: World, caplog: pytest.LogCaptureFixt
     assert world.used() and world.stored(STORED) == TOKENS
     place.unlink()
     world.weights = NEW
-    assert world.flush() and world.used() and world.service.served.identity == NEW
+    assert world.flush() and world.used() and world.service.identity == NEW
 
 
 def test_what_names_a_model() -> None:
@@ -201,4 +201,4 @@ def test_calls_of_methods(world: World, method: str, cause: str | None) -> None:
 
     request = SimpleNamespace(method=method)
     assert around_handler(called, world.scheduler, world.cache.weights, request) == "answer"
-    assert world.service.served.suspended == cause
+    assert world.service.suspended == cause

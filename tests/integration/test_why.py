@@ -108,7 +108,7 @@ SET: tuple[tuple[Callable[[World], object], str, object, Reason, str], ...] = (
     (the_segment, "state", SegmentState.PENDING, Reason.BEING_WRITTEN, ""),
     (the_segment, "state", SegmentState.SUSPECT, Reason.DAMAGED, ""),
     (lambda world: world.service.store._memory.pool, "limit_bytes", 1, Reason.NO_BUFFERS, ""),
-    (lambda world: world.service.served, "aside", "a test", Reason.OTHER_WEIGHTS, ": a test."),
+    (lambda world: world.service, "aside", "a test", Reason.OTHER_WEIGHTS, ": a test."),
     (lambda _: known, "serve_refusal", lambda _: "lora_id", Reason.NOT_SERVED, ": lora_id."),
 )
 

@@ -352,7 +352,7 @@ class TreeWorld:
 
     def close(self) -> None:
         """Nothing runs, waits or is lost any more."""
-        if self.service.served.in_use:
+        if self.service.in_use:
             self.service.store.writes.drain()
         self.check_slots()
         assert not self.jobs.jobs and not self.jobs.waiters and not list(self.cache._known)

@@ -118,7 +118,7 @@ class World(TreeWorld):
         return self.weights
 
     def load_weights(self, model_path: str, *_: Any, **__: Any) -> tuple[bool, str]:
-        assert not self.service.served.in_use
+        assert not self.service.in_use
         if model_path == "missing":
             return False, "no such model"
         self.weights = model_path
@@ -197,10 +197,10 @@ class World(TreeWorld):
 
         def is_over() -> bool:
             self.poll()
-            return self.service.served.suspended != "opening"
+            return self.service.suspended != "opening"
 
         wait_until(is_over)
-        return self.service.served.suspended is None
+        return self.service.suspended is None
 
     def files(self) -> int:
         return len(list(Path(self.config.ssd_path).glob("*/segments/*/*")))
@@ -209,7 +209,7 @@ class World(TreeWorld):
         """See `TreeWorld.close`."""
         # Otherwise a write would wait for its layers for ever.
         self.pool.go_on.set()
-        if self.service.served.opened is not None:
+        if self.service.opened is not None:
             check_store(self.service.store)
         super().close()
 

@@ -91,7 +91,7 @@ def _tell(tree: ServedCache, asked: Any) -> list[Any]:
             nodes.append((list(node.key or ()), value, part.lock_ref))
     free = tree.token_to_kv_pool_allocator.available_size()
     state = json.dumps([nodes, free, _idle.hexdigest()], default=str)
-    store = tree.service.served.store
+    store = tree.service.store
     space = namespace_of(asked)
     found = [_match(store, space, as_tokens(own)).num_tokens for own in asked.value]
     own = {"tree": hashlib.sha256(state.encode()).hexdigest(), "stored": found, "cost": dict(_cost)}

@@ -73,7 +73,8 @@ class Desk:
         service: Any = SimpleNamespace(
             config=self.config,
             shape=bench.shape,
-            served=SimpleNamespace(store=self.store, in_use=True),
+            store=self.store,
+            in_use=True,
             estimator=self.estimator,
         )
         self.policy = make_policy(self.config)

@@ -373,7 +373,7 @@ class Weights:
         wrapper._flush_cache = functools.partial(self._flush, wrapper._flush_cache, watch, ranks)
 
     def take_over(self) -> None:
-        """See `ServedStore.take_over`: there is nothing to wait for."""
+        """See `Service.take_over`: there is nothing to wait for."""
 
     def reopen(self, identity: str) -> None:
         """Serve other weights; if their pages cannot be opened, the next flush tries again."""

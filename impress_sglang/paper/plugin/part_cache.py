@@ -200,10 +200,9 @@ class PartCache(ServedCache):
     def flush_pending_backups(self) -> None:
         """SGLang's call after each batch: poll the store, read ahead, tell the metrics."""
         self._forget_ended()
-        served = self.service.served
-        served.poll()
-        if served.opened is not None:
-            served.opened.ahead.top_up()
+        self.service.poll()
+        if self.service.opened is not None:
+            self.service.opened.ahead.top_up()
         self.service.tell_metrics()
 
     def _forget(self, known: Known) -> None:
