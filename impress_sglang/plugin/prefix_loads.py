@@ -20,7 +20,7 @@ from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob
 from impress_sglang.serving.load_planner import LoadPlan
 from impress_sglang.serving.ranks import Agreement, Wish
 from impress_sglang.serving.report import estimate_fields
-from impress_sglang.serving.scheduling import QueueOrder
+from impress_sglang.serving.scheduling import QueueOrder, Serving
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.losses import Cause
 from impress_sglang.store.stored import StoredMatch
@@ -82,7 +82,7 @@ class PrefixLoads:
         )
         """Plans blends and computes them; None if this server does not blend."""
         schedule = service.config.schedule
-        self.order = None if schedule == OFF else QueueOrder(schedule, self._unread)
+        self.order = None if schedule == OFF else QueueOrder(schedule, self._serving)
         """None if the queue is not reordered."""
 
     def plan(self, known: Known) -> None:
@@ -240,8 +240,6 @@ class PrefixLoads:
             known.blend = None
         self._planned.clear()
         self.jobs.drop_all()
-        if self.order is not None:
-            self.order.forget_states()
 
     def wait_for_loader(self) -> None:
         """Wait until nothing is read for dropped jobs, unless the disk does not answer."""
@@ -252,26 +250,19 @@ class PrefixLoads:
         self.drop_all()
         self._loader.close(self._service.config.io_timeout)
 
-    def look_again(self, req: Any) -> None:
-        """Note what is cached of a waiting request, for the order of the queue."""
-        known = self._known.get(req.rid)
-        if known is None or self.order is None:
-            return
-        total, job = len(req.full_untruncated_fill_ids), known.job
-        length, stored = known.report["prefix_tokens"], 0 if job is None else len(job)
-        cached = length + stored >= self._least
-        work = RequestLengths(length, stored, total - length - stored)
-        estimate = self._service.estimator.estimate(work, 1.0, known.io)
-        self.order.note(req.rid, estimate, cached=cached)
-
-    def _unread(self, rid: str) -> float:
+    def _serving(self, rid: str) -> Serving | None:
+        """What serving a waiting request takes, for the order of the queue."""
         known = self._known.get(rid)
-        job = None if known is None else known.job
-        return 0.0 if job is None else job.unread(self._service.shape.num_layers)
-
-    def is_queued(self, req: Any) -> bool:
-        """Whether a request of SGLang's waits in its queue."""
-        return any(own is req for own in self._scheduler.waiting_queue)
+        if known is None:
+            return None
+        total, job = len(known.req.full_untruncated_fill_ids), known.job
+        length, stored = known.report["prefix_tokens"], 0 if job is None else len(job)
+        work = RequestLengths(length, stored, total - length - stored)
+        return Serving(
+            self._service.estimator.estimate(work, 1.0, known.io),
+            length + stored >= self._least,
+            0.0 if job is None else job.unread(self._service.shape.num_layers),
+        )
 
     def check(self) -> None:
         """Check that jobs, and the requests that wait for them, agree."""

@@ -422,13 +422,11 @@ def around_policy(
 ) -> None:
     """Let SGLang order the waiting queue, then reorder its head and note the final order."""
     cache = served_cache_of(policy.tree_cache)
-    loads = None if cache is None else cache.loads
-    order = None if loads is None else loads.order
+    order = None if cache is None or cache.loads is None else cache.loads.order
     if order is not None:
         order.restore(waiting_queue)
     original(policy, waiting_queue, *args, **kwargs)
-    if loads is not None and order is not None:
-        order.look(waiting_queue, loads.look_again)
+    if order is not None:
         order.arrange(waiting_queue)
     if cache is not None and cache.service.lookahead.awaits:
         # What earlier requests use is evicted last.

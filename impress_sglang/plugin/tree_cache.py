@@ -53,7 +53,6 @@ class ImpressTreeCache(ServedCache):
         known = self._known.get(handle.rid)
         if known is not None:
             self.loads.plan(known)
-            self.loads.look_again(known.req)
         return False
 
     def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:

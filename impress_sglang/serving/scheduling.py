@@ -15,28 +15,28 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from impress_sglang.cost import Estimate
 from impress_sglang.options import SHORTEST
 
 WINDOW = 16
-# Share of the scheduler's time for looking again at what is cached of requests in the window.
-LOOK_SHARE = 0.01
+
+
+class Serving(NamedTuple):
+    """What serving a waiting request takes, whether anything of it is cached, and the share of that
+    which is left to read."""
+
+    estimate: Estimate
+    cached: bool
+    unread: float = 0.0
 
 
 @dataclasses.dataclass(slots=True)
 class _Waiting:
-    """A waiting request.
+    """How many requests overtook a waiting one, and how many seconds it waited for them."""
 
-    What serving it takes, if it was looked at, and whether anything of it is cached; the pass in
-    which that was noted; how many requests overtook it, and how many seconds it waited for them.
-    """
-
-    estimate: Estimate | None = None
-    cached: bool = False
-    noted: int = -1
     overtaken: int = 0
     waited: float = 0.0
 
@@ -58,41 +58,31 @@ class _Place:
 class QueueOrder:
     """Reorders the head of a waiting queue, and restores its order; one thread.
 
-    A pass of the scheduler calls `restore`, SGLang's policy, `look` and `arrange`, in this order.
+    A pass of the scheduler calls `restore`, SGLang's policy, and `arrange`, in this order.
     Of SGLang's requests it looks at `rid` and `priority`.
     """
 
     def __init__(
         self,
         schedule: str,
-        unread: Callable[[str], float],
+        look: Callable[[str], Serving | None],
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`schedule`: see `_place`; `unread` returns the share left to read for an id.
+        """`schedule`: see `_place`; `look` says what serving an id takes, None if nobody knows.
 
         `clock` returns seconds.
         """
         self._schedule = schedule
-        self._unread = unread
+        self._look = look
         self._clock = clock
         self._known = defaultdict[str, _Waiting](_Waiting)
-        self._pass = 0
-        self._next_look = -math.inf
         # If the window was reordered: SGLang's order of it, ours, and when that was.
         self._own: list[str] = []
         self._arranged: list[str] = []
         self._since = 0.0
         # Those of the window that left; one that comes back, if retracted, counts as a new one.
         self._gone: set[str] = set()
-        # Whether SGLang tried to admit the request that we put first, and could not.
-        self._refused = False
-
-    def note(self, rid: str, estimate: Estimate, *, cached: bool) -> None:
-        """Note what serving a waiting request takes, and whether anything of it is cached."""
-        known = self._known[rid]
-        known.estimate, known.cached, known.noted = estimate, cached, self._pass
-        self._refused = self._refused or rid in self._arranged[:1]
 
     def forget(self, rid: str) -> None:
         """Forget a request, which was admitted or is gone."""
@@ -100,14 +90,8 @@ class QueueOrder:
         if rid in self._own:
             self._gone.add(rid)
 
-    def forget_states(self) -> None:
-        """Forget the noted states: the tree is empty now."""
-        for known in self._known.values():
-            known.estimate, known.noted = None, -1
-
     def restore(self, queue: list[Any]) -> None:
         """Put a queue back in the order in which SGLang left it, before it looks at it again."""
-        self._pass += 1
         if not self._own:
             return
         head = queue[:WINDOW]
@@ -124,31 +108,10 @@ class QueueOrder:
                 self._known[rid].waited += seconds
         # Requests that SGLang has added since come last.
         queue[:WINDOW] = sorted(head, key=lambda own: place.get(own.rid, WINDOW))
-        self._refused = self._refused and self._arranged[0] in waiting
         self._own, self._arranged, self._gone = [], [], set()
 
-    def look(self, queue: Sequence[Any], look_at: Callable[[Any], None]) -> None:
-        """Let `look_at` note again what is cached of requests in the window, oldest notes first.
-
-        Takes at most `LOOK_SHARE` of the time; what is unused of that is kept for a second.
-        """
-        self._next_look = max(self._next_look, self._clock() - 1.0)
-        for request in sorted(queue[:WINDOW], key=lambda own: self._known[own.rid].noted):
-            began = self._clock()
-            if began < self._next_look or self._known[request.rid].noted == self._pass:
-                break
-            look_at(request)
-            self._next_look += (self._clock() - began) / LOOK_SHARE
-
     def arrange(self, queue: list[Any]) -> None:
-        """Reorder the requests of the window.
-
-        SGLang admits no request behind one for which there is no room. If that was the one that we
-        put first, SGLang's own order is kept for one pass.
-        """
-        refused, self._refused = self._refused, False
-        if refused:
-            return
+        """Reorder the requests of the window."""
         head, arranged = queue[:WINDOW], list[Any]()
         for _, equals in itertools.groupby(head, key=lambda own: own.priority):
             arranged += self._arrange(list(equals))
@@ -189,14 +152,14 @@ class QueueOrder:
         others. They are read while the others are computed. If they went first, the engine would be
         idle for as long as it waits: near capacity that loses more than the order gains.
         """
-        known = self._known[rid]
+        known, found = self._known[rid], self._look(rid)
         passes = WINDOW - known.overtaken
-        if known.estimate is None:
-            # Unless it was looked at, a request overtakes none, and none may overtake it.
+        if found is None:
+            # It overtakes none, and none may overtake it.
             return _Place((math.inf,), 0.0, passes, 0.0)
-        unread = self._unread(rid)
-        seconds, waits = known.estimate.seconds(unread), known.estimate.unhidden(unread) > 0.0
-        rank: tuple[float, ...] = (2.0 * waits if known.cached else 1.0,)
+        seconds = found.estimate.seconds(found.unread)
+        waits = found.estimate.unhidden(found.unread) > 0.0
+        rank: tuple[float, ...] = (2.0 * waits if found.cached else 1.0,)
         if self._schedule == SHORTEST:
             rank = waits, seconds
         return _Place(rank, seconds, passes, seconds - known.waited)

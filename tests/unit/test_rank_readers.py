@@ -87,7 +87,7 @@ READERS: dict[str, tuple[str, ...]] = {
         "plugin.known.KnownRequests.count",
     ),
     "it never happens with several ranks": (
-        "plugin.prefix_loads.PrefixLoads.look_again",
+        "plugin.prefix_loads.PrefixLoads._serving",
         "serving.load_planner.LoadPlanner.choose",
     ),
     "it is in the process of the HTTP server": ("plugin.routes.carry_out",),

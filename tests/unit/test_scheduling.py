@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from impress_sglang.cost import Estimate
 from impress_sglang.options import CLASSES, SHORTEST
-from impress_sglang.serving.scheduling import LOOK_SHARE, WINDOW, QueueOrder
+from impress_sglang.serving.scheduling import WINDOW, QueueOrder, Serving
 
 # What serving takes, and whether anything is cached.
-QUICK = (Estimate(1.0, 0.0, 0.01, None), True)
-READY = (Estimate(1.0, 0.0, 0.25, None), True)
-UNKNOWN = (Estimate(1.0, 0.0, 1.0, None), False)
-HIDDEN = (Estimate(1.0, 0.2, 0.3, None), True)
-SLOW = (Estimate(1.0, 4.0, 0.4, None), True)
-SLOWER = (Estimate(1.0, 9.0, 0.2, None), True)
+QUICK = Serving(Estimate(1.0, 0.0, 0.01, None), True)
+READY = Serving(Estimate(1.0, 0.0, 0.25, None), True)
+UNKNOWN = Serving(Estimate(1.0, 0.0, 1.0, None), False)
+HIDDEN = Serving(Estimate(1.0, 0.2, 0.3, None), True)
+SLOW = Serving(Estimate(1.0, 4.0, 0.4, None), True)
+SLOWER = Serving(Estimate(1.0, 9.0, 0.2, None), True)
 STATES = {"ready": READY, "unknown": UNKNOWN, "hidden": HIDDEN, "slow": SLOW, "slower": SLOWER}
 
 
@@ -32,18 +32,20 @@ class Waiting:
     priority: int | None = None
 
 
-def note(order: QueueOrder, rid: str, state: tuple[Estimate, bool]) -> None:
-    estimate, cached = state
-    order.note(rid, estimate, cached=cached)
-
-
 def make_order(
-    schedule: str, unread: float = 1.0, clock: Callable[[], float] = time.perf_counter
+    schedule: str,
+    unread: float = 1.0,
+    clock: Callable[[], float] = time.perf_counter,
+    **others: Serving,
 ) -> QueueOrder:
-    order = QueueOrder(schedule, lambda _: unread, clock=clock)
-    for rid, state in STATES.items():
-        note(order, rid, state)
-    return order
+    """`others` are those whose names begin so."""
+    states = STATES | others
+
+    def look(rid: str) -> Serving | None:
+        found = states.get(rid.split("-")[0])
+        return None if found is None else found._replace(unread=unread)
+
+    return QueueOrder(schedule, look, clock=clock)
 
 
 def arranged(order: QueueOrder, *rids: str) -> list[str]:
@@ -73,10 +75,9 @@ def test_what_was_read_meanwhile_is_ready() -> None:
 
 def test_nobody_is_put_first_for_whom_the_engine_would_wait() -> None:
     """However soon it would be served: it is read while others are computed."""
-    short = (Estimate(1.0, 0.1, 0.05, None), True)
+    short = Serving(Estimate(1.0, 0.1, 0.05, None), True)
     for unread, first in ((1.0, "unknown"), (0.5, "short")):
-        order = make_order(SHORTEST, unread)
-        note(order, "short", short)
+        order = make_order(SHORTEST, unread, short=short)
         assert arranged(order, "unknown", "short")[0] == first
         # Who waits longer than it takes itself is not overtaken for that either.
         assert arranged(order, "short", "unknown")[0] == "short"
@@ -91,10 +92,9 @@ def test_who_was_overtaken_as_long_as_allowed_is_next(
 ) -> None:
     """As often as the window is long, or for as long as it takes; by the clock."""
     now = 0.0
-    order = make_order(SHORTEST, clock=lambda: now)
+    order = make_order(SHORTEST, clock=lambda: now, other=QUICK)
     queue = [Waiting(first)]
     for number in range(times + 1):
-        note(order, f"other-{number}", QUICK)
         queue.append(Waiting(f"other-{number}"))
         order.restore(queue)
         order.arrange(queue)
@@ -105,22 +105,8 @@ def test_who_was_overtaken_as_long_as_allowed_is_next(
 def test_no_more_go_before_a_request_than_it_could_wait_for() -> None:
     """Of those that are admitted in one pass, which nobody has timed yet."""
     order = make_order(SHORTEST)
-    for number in range(5):
-        note(order, f"ready-{number}", READY)
     rids = ["unknown", *(f"ready-{number}" for number in range(5))]
     assert arranged(order, *rids) == [*rids[1:5], "unknown", "ready-4"]
-
-
-def test_who_does_not_fit_holds_nobody_up_for_long() -> None:
-    """SGLang tries whom we put first, finds no room, and looks no further."""
-    order = make_order(CLASSES)
-    for _ in range(3):
-        assert arranged(order, "slow", "ready") == ["ready", "slow"]
-        # SGLang matches whom it tries.
-        note(order, "ready", READY)
-        assert arranged(order, "slow", "ready") == ["slow", "ready"]
-    # But whom it has not even tried, for its budget was spent, stays first.
-    assert arranged(order, "slow", "ready") == arranged(order, "slow", "ready")
 
 
 class World:
@@ -128,7 +114,8 @@ class World:
 
     def __init__(self, schedule: str, unread: float, priorities: int, rng: random.Random) -> None:
         self.now = 0.0
-        self.order = QueueOrder(schedule, lambda _: unread, clock=lambda: self.now)
+        self.states = dict[str, Serving]()
+        self.order = QueueOrder(schedule, self.states.get, clock=lambda: self.now)
         self.queue: list[Waiting] = []
         self.alone: list[Waiting] = []
         # What each takes, if it was looked at; each time that others overtook it, how many did and
@@ -146,9 +133,9 @@ class World:
         self.queue.append(own)
         self.alone.append(own)
         if rng.random() < 0.9:
-            state = rng.choice([*STATES.values(), QUICK])
-            note(self.order, own.rid, state)
-            self.seconds[own.rid] = state[0].seconds(self._unread)
+            state = rng.choice([*STATES.values(), QUICK])._replace(unread=self._unread)
+            self.states[own.rid] = state
+            self.seconds[own.rid] = state.estimate.seconds(self._unread)
 
     def step(self, policy: str, admits: int) -> None:
         self.order.restore(self.queue)
@@ -182,7 +169,6 @@ class World:
         for own in gone:
             if self._rng.random() < 0.2:
                 self.overtaken.pop(own.rid, None)
-                self.seconds.pop(own.rid, None)
                 self.queue.append(own)
                 self.alone.append(own)
 
@@ -214,29 +200,3 @@ def test_nobody_is_overtaken_more_often_or_for_longer_than_allowed(
             # When the last ones went before it, it had waited for no longer.
             waited = sum(seconds for _, seconds in others[:-1])
             assert waited <= world.seconds.get(rid, 0.0) + 1e-9
-
-
-def test_looking_takes_its_share_of_the_time_and_the_oldest_first() -> None:
-    now, looked = 0.0, list[str]()
-    order = QueueOrder(CLASSES, lambda _: 1.0, clock=lambda: now)
-    queue = [Waiting(str(number)) for number in range(WINDOW + 1)]
-
-    def look_at(own: Waiting) -> None:
-        nonlocal now
-        looked.append(own.rid)
-        now += 0.002
-        note(order, own.rid, READY)
-
-    # What was saved in a second, and a look that takes longer than what is left of it.
-    order.restore(queue)
-    order.look(queue, look_at)
-    assert len(looked) == 1 + 0.01 // 0.002
-    for number in range(6, WINDOW + 1):
-        order.restore(queue)
-        order.look(queue, look_at)
-        assert len(looked) == number
-        now += 0.002 / LOOK_SHARE
-    order.restore(queue)
-    order.look(queue, look_at)
-    # Nobody outside of the window, and those first who were never looked at.
-    assert looked[: WINDOW + 1] == [*map(str, range(WINDOW)), "0"]
