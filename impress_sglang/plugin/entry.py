@@ -121,7 +121,7 @@ def _make_tree_cache(context: Any) -> Any:
         from impress_sglang.paper.plugin.part_cache import make_tree_cache
 
         return make_tree_cache(context, config)
-    from impress_sglang.plugin.tree_cache_factory import make_tree_cache as make
+    from impress_sglang.plugin.tree_cache import make_tree_cache as make
 
     return make(context, config)
 

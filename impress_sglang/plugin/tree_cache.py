@@ -18,14 +18,138 @@ does. Only the scheduler's thread calls this class.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
+from impress_sglang.codes.rows.basis import Basis
+from impress_sglang.config import ImpressConfig, share_of_rank
+from impress_sglang.options import CODES, EXACTLY, OFF
+from impress_sglang.plugin.capabilities import (
+    check_alone,
+    check_layers,
+    check_options,
+    may_have_windows,
+)
+from impress_sglang.plugin.factory import (
+    connected,
+    draft_runners,
+    identity_of,
+    kv_shape,
+    rotation_of,
+)
 from impress_sglang.plugin.known import Known
+from impress_sglang.plugin.pools import (
+    STATEFUL,
+    PoolLayers,
+    full_pool,
+    index_keys,
+    is_latent,
+    state_layers,
+    streams_of,
+    window_pool,
+)
 from impress_sglang.plugin.prefix_loads import PrefixLoads
+from impress_sglang.plugin.ranks import identity_reader, ranks_of
+from impress_sglang.plugin.rectangular import attend_rectangularly
 from impress_sglang.plugin.served_cache import ServedCache
+from impress_sglang.serving.service import Service
+from impress_sglang.store.policies import make_policy
+from impress_sglang.transfer.basis_codec import BasisCodec, shape_by
+
+logger = logging.getLogger(__name__)
+_ONE_POOL = ", or use --disable-hybrid-swa-memory"
+
+
+def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
+    """Build the tree cache for SGLang's `TreeCacheBuildContext`; see `factory.connected`.
+
+    Raises:
+        UnsupportedError: the options or the model are not known to be right.
+    """
+    runner, params = context.tp_worker.model_runner, context.params
+    options = resolved_view(context.server_args)
+    check_options(config, options)
+    ranks = ranks_of(context)
+    tp_size = ranks.size // options.pp_size
+    check_layers(runner, tp_size, windows=may_have_windows(config))
+    pool, model_dtype = runner.token_to_kv_pool, runner.model_config.dtype
+    streams, windows = streams_of(full_pool(pool), model_dtype), window_pool(pool)
+    drafts = draft_runners(context.tp_worker)
+    further = [streams_of(own.token_to_kv_pool, own.model_config.dtype) for own in drafts]
+    if windows is not None:
+        check_alone(options, "windows in a pool of their own", _ONE_POOL)
+        further = [streams_of(windows, model_dtype)]
+    stateful = hasattr(runner.req_to_token_pool, "mamba_pool")
+    if stateful:
+        check_alone(options, "states beside KVs")
+    if not (ranks.alone or further or stateful):
+        # Each rank has states of its own, and drafts or windows may have other heads to share.
+        heads = 1 if is_latent(pool) else runner.model_config.get_total_num_kv_heads()
+        # What another node has written is on the drive of that.
+        of_node = options.tp_size * options.pp_size // options.nnodes
+        ranks.copies = math.gcd(max(tp_size // heads, 1), of_node)
+    if no_codes := streams.no_codes or STATEFUL * stateful:
+        config = config.without_codes(no_codes)
+        logger.info("prefixes are loaded exactly: %s", no_codes)
+    attend_rectangularly(runner.attn_backend)
+    make_blends = None
+    if config.blend != OFF:
+        # Here alone, so that other servers load nothing of it.
+        from impress_sglang.blend.plugin.blends import Blends
+
+        # Before the store is opened.
+        Blends.check(runner.model)
+        make_blends = Blends
+    config = share_of_rank(config, ranks.size, ranks.copies)
+    policy = make_policy(config)
+    shape, codec = kv_shape(runner, policy, config, tp_size), None
+    shape = replace(shape, exact=config.kept != CODES)
+    if config.kept == EXACTLY:
+        shape = replace(shape, code_bits=0.0)
+    if config.basis:
+        # Of the heads of this rank, which others have too where there are more ranks than heads.
+        parts = min(tp_size, runner.model_config.get_total_num_kv_heads())
+        part = ranks.rank * parts // tp_size, parts
+        basis = Basis.load(Path(config.basis).expanduser(), part).keeping(config.code_bits)
+        rotation = rotation_of(runner.model, "--impress-basis")
+        # See `PoolLayers.beyond`.
+        codec = BasisCodec(basis, rotation, beyond=int(bool(drafts)))
+        shape = shape_by(basis, shape)
+        # So that other threads need not make it.
+        codec.rotation.prepare(runner.model_config.context_len)
+    elif policy.codes and shape.coded:
+        logger.info(
+            "KVs are coded without a basis of the model: `impress calibrate` makes one, with which "
+            "they take two thirds of the bytes (--impress-basis)"
+        )
+
+    layers = PoolLayers(pool)
+    if drafts or index_keys(full_pool(pool)):
+        shape = layers.add(shape, [own.token_to_kv_pool for own in drafts])
+    elif windows is not None:
+        # What SGLang looks for, in whole pages.
+        page, window = params.page_size, params.swa_retain_window
+        raw = further != [streams]
+        shape = layers.add(shape, [windows], -(-window // page) * page, raw=raw)
+    if stateful:
+        layers.states = state_layers(runner.req_to_token_pool, shape)
+
+    cache = connected(
+        *(ImpressTreeCache, Service, context, config, shape, layers),
+        identity_reader(context, ranks, lambda: identity_of(context, shape, drafts)),
+        codec,
+        ranks,
+        drafts,
+    )
+    cache.service.make_blends = make_blends
+    return cache
 
 
 class ImpressTreeCache(ServedCache):

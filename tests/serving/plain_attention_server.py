@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from impress_sglang.plugin import tree_cache_factory
+from impress_sglang.plugin import tree_cache
 
 
 def _leave_alone(backend: Any) -> None:
     print(f"{type(backend).__name__} is left alone", flush=True)
 
 
-tree_cache_factory.attend_rectangularly = _leave_alone
+tree_cache.attend_rectangularly = _leave_alone

@@ -44,7 +44,7 @@ LEVELS = {
 # Parts that not every server has, and the one module that chooses whether a server has them.
 OPTIONAL = {
     "paper": "impress_sglang.plugin.entry",
-    "blend": "impress_sglang.plugin.tree_cache_factory",
+    "blend": "impress_sglang.plugin.tree_cache",
 }
 EXCEPTIONS = {
     "": {"errors", "config"}  # the package itself: its public names
