@@ -48,7 +48,7 @@ IMPORTED = (
     "sglang.srt.managers.scheduler",
     "sglang.srt.models.llama",
     "sglang.srt.models.registry",
-    "impress_sglang.paper.plugin.factory",
+    "impress_sglang.paper.plugin.part_cache",
     "impress_sglang.plugin.entry",
 )
 
