@@ -32,26 +32,20 @@ _policy: str | None = None
 @dataclasses.dataclass(slots=True)
 class _Carried:
     report: Report
-    before: Report | None = None
-    """That of its last admission, if it was put back and matched again."""
     sent: bool = False
 
     @property
     def used(self) -> Report | None:
-        """The report of its last admission: `why` is explained when its first pass begins."""
-        return self.before if self.report["why"] is None else self.report
+        """The report of an admitted request: `why` is explained when its first pass begins."""
+        return None if self.report["why"] is None else self.report
 
 
 def attach(req: Any, report: Report) -> None:
-    """Give a request of SGLang's the report of its match, in place of that of an earlier match.
+    """Give a request of SGLang's its report, which may be changed until the answer is sent.
 
-    It may be changed until the answer is sent. Its `why` is None until the request is in a pass.
+    Its `why` is None until the request is in a pass.
     """
-    carried = _carried(req)
-    if carried is None:
-        setattr(req, _OF_REQUEST, _Carried(report))
-    else:
-        carried.before, carried.report = carried.used, report
+    setattr(req, _OF_REQUEST, _Carried(report))
 
 
 def opt_in(policy: str) -> None:

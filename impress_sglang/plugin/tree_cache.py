@@ -194,9 +194,6 @@ class ImpressTreeCache(ServedCache):
     def _note_admitted(self, known: Known) -> None:
         self.loads.end_waiting(known)
 
-    def discard_storage_prefetch_accounting(self, request: CacheRequestHandle) -> None:
-        """SGLang's counts of its own storage, which is not ours."""
-
     def waiting_storage_span(self, request: CacheRequestHandle) -> tuple[int, int] | None:
         """What is being brought for a waiting request."""
         known = self._known.get(request.rid)
@@ -234,9 +231,6 @@ class ImpressTreeCache(ServedCache):
             self._saves.release(self.loads.agree)
             self.loads.poll()
             self.service.tell_metrics()
-
-    def flush_pending_backups(self) -> None:
-        """SGLang's call after each batch; writes need none."""
 
     def has_pending_cache_operations(self) -> bool:
         """Whether slots are being filled: SGLang neither flushes nor checks for leaks meanwhile."""
