@@ -74,13 +74,6 @@ class PrefixLoads:
             time.monotonic if self._alone else self._agreement.now,
         )
         self._late = LateStart(requests, scheduler, self.jobs, slots)
-        make = service.make_blends
-        self._blends: Any = make and make(
-            *(self._cache, scheduler, service, self.jobs, self._late.jobs),
-            # On the loader's thread, whose read buffers these are.
-            lambda spans: self._loader.measure(service.store, spans, exact=False),
-        )
-        """Plans blends and computes them; None if this server does not blend."""
         schedule = service.config.schedule
         self.order = None if schedule == OFF else QueueOrder(schedule, self._serving)
         """None if the queue is not reordered."""
@@ -104,15 +97,15 @@ class PrefixLoads:
             self._planned[req.rid] = planned
 
     def _look(self, known: Known, tokens: Tokens, resident: int) -> _Planned:
-        plan = usual = self._planner.plan(known.namespace, tokens, resident, known.kv_class)
-        if self._blends is not None:
-            plan = self._blends.plan(known, tokens, resident, usual) or usual
-        wish = Wish()
+        plan, wish = self._plan_of(known, tokens, resident), Wish()
         if plan is not None:
             left = len(tokens) - resident
             patience = self._service.estimator.computing_seconds(resident, left)
             wish = Wish(plan.stop, plan.loads, patience)
         return _Planned(known, tokens, resident, plan, wish)
+
+    def _plan_of(self, known: Known, tokens: Tokens, resident: int) -> Any:
+        return self._planner.plan(known.namespace, tokens, resident, known.kv_class)
 
     def _begin(self, planned: _Planned) -> None:
         """Do what was planned: join or begin a job."""
@@ -219,11 +212,6 @@ class PrefixLoads:
             for job, left, computing in self._slow() if self._alone else ():
                 if computing is not None:
                     self._compute_instead(job, left, computing)
-        if self._blends is not None and self._blends.step():
-            for known in self._known.values():
-                # A block was computed between the chunks of its prompt, or before its first token.
-                if known.admitted and not known.req.time_stats.prefill_finished_time:
-                    known.disturbed = True
         self._late.poll()
 
     def rest(self) -> bool:
@@ -293,19 +281,18 @@ class PrefixLoads:
             found = dict.fromkeys(own.segment for own in reversed(spans))
             lost = [own for own in found if tree.get(own.segment_id) is own]
             job.store.writes.discard(lost, Cause.DAMAGED)
-        if self._blends is not None:
-            self._blends.note_end(job)
 
     def _after_job(self, known: Known, job: LoadJob) -> None:
-        if job.computes:
-            # Of a blend, its own notes say whether it may be tried again.
-            self._blends.settle(known, job)
-        elif job.state is JobState.FAILED and not isinstance(job.error, SegmentUnreadable):
+        if job.state is JobState.FAILED and not isinstance(job.error, SegmentUnreadable):
             # What is damaged the store itself knows.
-            known.declined = True
+            self._decline(known, job)
         if job.state is JobState.LOADED and not job.revoked:
             self._requests.tell_loaded(known, job)
         self.plan(known)
+
+    def _decline(self, known: Known, job: LoadJob) -> None:
+        """Note that what was to be loaded could not be read now."""
+        known.declined = True
 
     def _raise_bits(self) -> None:
         # What requests whose jobs have no room ask for would be another copy of what is resident.
@@ -336,14 +323,10 @@ class PrefixLoads:
         logger.info("loading %d tokens is slower than computing them", len(job))
         for rid in job.waiters:
             known = self._known[rid]
-            if job.computes:
-                self._blends.too_slow(known)
-                known.planned = False
-            else:
-                known.report.update(
-                    decision="recompute",
-                    estimated_load_ms=round(left * 1e3, 3),
-                    estimated_recompute_ms=round(computing * 1e3, 3),
-                )
-                known.tries = MOST_TRIES
+            known.report.update(
+                decision="recompute",
+                estimated_load_ms=round(left * 1e3, 3),
+                estimated_recompute_ms=round(computing * 1e3, 3),
+            )
+            known.tries = MOST_TRIES
         self.jobs.give_up(job)

@@ -99,14 +99,15 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
         config = config.without_codes(no_codes)
         logger.info("prefixes are loaded exactly: %s", no_codes)
     attend_rectangularly(runner.attn_backend)
-    make_blends = None
+    loads: type[PrefixLoads] = PrefixLoads
     if config.blend != OFF:
         # Here alone, so that other servers load nothing of it.
-        from impress_sglang.blend.plugin.blends import Blends
+        from impress_sglang.blend.plugin.blends import BlendLoads
+        from impress_sglang.blend.plugin.steps import check_blended
 
         # Before the store is opened.
-        Blends.check(runner.model)
-        make_blends = Blends
+        check_blended(runner.model)
+        loads = BlendLoads
     config = share_of_rank(config, ranks.size, ranks.copies)
     policy = make_policy(config)
     shape, codec = kv_shape(runner, policy, config, tp_size), None
@@ -148,7 +149,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
         ranks,
         drafts,
     )
-    cache.service.make_blends = make_blends
+    cache.loads_class = loads
     return cache
 
 
@@ -156,11 +157,12 @@ class ImpressTreeCache(ServedCache):
     """What left SGLang's tree is brought back from the store by load jobs."""
 
     loads: PrefixLoads
+    loads_class: type[PrefixLoads] = PrefixLoads
 
     def attach(self, scheduler: Any) -> None:
         """Begin to serve, for a scheduler that is complete."""
         super().attach(scheduler)
-        self.loads = PrefixLoads(self._requests, scheduler)
+        self.loads = self.loads_class(self._requests, scheduler)
         # SGLang's seams for caches that load while requests queue.
         scheduler.enable_lmcache = True
 

@@ -76,8 +76,6 @@ class Service:
         """What showing took that KVs come back as they were; None if nothing is stored."""
         self.totals = RequestTotals()
         self.recent = RecentRequests(show_prompts=config.show_prompts == ON)
-        self.make_blends: Callable[..., Any] | None = None
-        """Makes what plans blends and computes them; None unless the server blends."""
         self.metrics: ServingMetrics | None = None
         """What Prometheus reads; None unless metrics are wanted."""
         self.describe_pool: Callable[[], dict[str, int]] = dict

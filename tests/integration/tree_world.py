@@ -147,7 +147,7 @@ class TreeWorld:
         shape = self.shape_with(layers)
         self.service = Service(self.config, shape, IDENTITY, torch.device("cpu"), tiny_model.HIDDEN)
         if self.config.blend != OFF:
-            self.service.make_blends = blends.Blends
+            self.cache.loads_class = blends.BlendLoads
         self.cache.connect(self.service, self.model, layers, None, self.read_identity, ranks)
         self.scheduler = SimpleNamespace(
             waiting_queue=[],
@@ -201,7 +201,7 @@ class TreeWorld:
     @property
     def blends(self) -> Any:
         assert self.cache.loads is not None
-        return self.cache.loads._blends
+        return self.cache.loads
 
     def request(
         self,

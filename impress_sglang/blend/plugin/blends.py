@@ -3,63 +3,50 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from impress_sglang.blend.job import BlendJob, BlendNotes
 from impress_sglang.blend.planner import BlendPlanner
-from impress_sglang.blend.plugin.steps import BLOCK_TOKENS, BlendSteps, check_blended
+from impress_sglang.blend.plugin.steps import BLOCK_TOKENS, BlendSteps
 from impress_sglang.cost import RequestLengths
-from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.plugin.factory import rotation_of
-from impress_sglang.plugin.known import Known
+from impress_sglang.plugin.known import Known, KnownRequests
 from impress_sglang.plugin.pools import PoolLayers
-from impress_sglang.serving.job_queue import JobQueue
+from impress_sglang.plugin.prefix_loads import PrefixLoads
 from impress_sglang.serving.load_jobs import JobState, LoadJob
-from impress_sglang.serving.load_planner import LoadPlan
-from impress_sglang.serving.service import Service
 from impress_sglang.serving.why import Reason
 from impress_sglang.storage.segment import Tokens
-from impress_sglang.store.stored import StoredSpan
 
 logger = logging.getLogger(__name__)
 
 
-class Blends:
-    """Plans blends, and carries out their jobs; the scheduler's thread owns it."""
+class BlendLoads(PrefixLoads):
+    """Load jobs of a server that blends, some of which blend; the scheduler's thread owns it."""
 
-    def __init__(
-        self,
-        cache: UnifiedRadixCache,
-        scheduler: Any,
-        service: Service,
-        jobs: JobQueue[Known],
-        gated: Sequence[LoadJob],
-        measure: Callable[[Sequence[StoredSpan]], None],
-    ) -> None:
-        """Begin with no blends, for a scheduler that is complete; `measure`: see `BlendPlanner`.
-
-        `gated`: the jobs of which layers are on their way while passes run (`LateStart`).
+    def __init__(self, requests: KnownRequests, scheduler: Any) -> None:
+        """See `PrefixLoads`.
 
         Raises:
             UnsupportedError: the model cannot be blended.
         """
-        self._cache = cache
-        self._service = service
-        self._jobs = jobs
-        self._gated = gated
-        runner = scheduler.tp_worker.model_runner
-        rotation = rotation_of(runner.model, "--impress-blend")
-        self.planner = BlendPlanner(service, rotation, cache.page_size, BLOCK_TOKENS, measure)
-        pool = cache.token_to_kv_pool_allocator.get_kvcache()
+        super().__init__(requests, scheduler)
+        service, model = self._service, scheduler.tp_worker.model_runner.model
+        self.planner = BlendPlanner(
+            service,
+            rotation_of(model, "--impress-blend"),
+            self._cache.page_size,
+            BLOCK_TOKENS,
+            # On the loader's thread, whose read buffers these are.
+            lambda spans: self._loader.measure(service.store, spans, exact=False),
+        )
+        pool = self._cache.token_to_kv_pool_allocator.get_kvcache()
         most = scheduler.chunked_prefill_size
         chunk = BLOCK_TOKENS if most is None or most <= 0 else min(most, BLOCK_TOKENS)
         layers, start = PoolLayers(pool), pool.start_layer
         self._steps = BlendSteps(
-            runner.model,
+            model,
             pool,
             lambda layer: layers(layer - start),
             service.shape.num_layers,
@@ -68,57 +55,67 @@ class Blends:
             lambda before: service.estimator.computing_seconds(before, chunk),
         )
 
-    check = staticmethod(check_blended)
-
-    def plan(
-        self, known: Known, tokens: Tokens, resident: int, usual: LoadPlan | None
-    ) -> BlendJob | None:
-        """A job that blends for a request; `usual`: what it may load otherwise. None: none."""
-        if usual is not None and not usual.loads:
-            usual = None
+    def _plan_of(self, known: Known, tokens: Tokens, resident: int) -> Any:
+        usual = super()._plan_of(known, tokens, resident)
         notes = known.blend = known.blend or BlendNotes()
         if notes.declined:
-            return None
+            return usual
         request = known.namespace, known.space, tokens, resident
-        found = self.planner.plan(*request, usual, known.kv_class, known.wanted.blend)
-        job = found if isinstance(found, BlendJob) else None
-        notes.why = None if isinstance(found, BlendJob) else found
-        return job
+        otherwise = usual if usual is not None and usual.loads else None
+        found = self.planner.plan(*request, otherwise, known.kv_class, known.wanted.blend)
+        if isinstance(found, BlendJob):
+            notes.why = None
+            return found
+        notes.why = found
+        return usual
+
+    def poll(self) -> None:
+        """See `PrefixLoads.poll`; between two passes, a block of a blend is computed."""
+        super().poll()
+        if self.step():
+            for known in self._known.values():
+                # A block was computed between the chunks of its prompt, or before its first token.
+                if known.admitted and not known.req.time_stats.prefill_finished_time:
+                    known.disturbed = True
 
     def step(self) -> bool:
-        """Between two passes: compute a block of the first job that is read, if there is one."""
-        jobs = self._jobs
-        job = next((own for own in jobs.computing if not self._waits(own)), None)
+        """Compute a block of the first job that is read, if there is one."""
+        job = next((own for own in self.jobs.computing if not self._waits(own)), None)
         if job is None:
             return False
         assert isinstance(job, BlendJob)
         state = self._step(job)
         if state is not None:
-            jobs.end_computing(job, state)
+            self.jobs.end_computing(job, state)
         return True
 
-    def note_end(self, job: LoadJob) -> None:
-        """A job has ended: learn from it."""
+    def _note_end(self, job: LoadJob) -> None:
+        super()._note_end(job)
         if isinstance(job, BlendJob) and job.state is JobState.LOADED and not job.revoked:
             work = RequestLengths(job.start, len(job), job.new)
             computed = job.token_layers / self._service.shape.num_layers
             self._service.estimator.note_blend(work, computed, job.seconds)
 
-    def settle(self, known: Known, job: BlendJob) -> None:
-        """A job for a request has ended: note if it goes on without a blend.
-
-        If a segment was unreadable, it is planned again without that.
-        """
-        if job.state is JobState.FAILED and not isinstance(job.error, SegmentUnreadable):
+    def _decline(self, known: Known, job: LoadJob) -> None:
+        if isinstance(job, BlendJob):
             known.blend.decline(job.why or (Reason.NOT_OPENED, ""))
+        else:
+            super()._decline(known, job)
 
-    def too_slow(self, known: Known) -> None:
-        """Let a request go on without its blend, which takes longer than computing."""
-        known.blend.decline((Reason.BLEND_SLOWER, ""))
+    def _compute_instead(self, job: LoadJob, left: float, computing: float) -> None:
+        if not isinstance(job, BlendJob):
+            super()._compute_instead(job, left, computing)
+            return
+        for rid in job.waiters:
+            # It may load a prefix without blending.
+            known = self._known[rid]
+            known.blend.decline((Reason.BLEND_SLOWER, ""))
+            known.planned = False
+        self.jobs.give_up(job)
 
     def _waits(self, job: LoadJob) -> bool:
         """Whether tokens before a job may still be on their way into their slots."""
-        same = (own.kv_class == job.kv_class and own.space == job.space for own in self._gated)
+        same = (own.kv_class == job.kv_class and own.space == job.space for own in self._late.jobs)
         return any(same)
 
     def _step(self, job: BlendJob) -> JobState | None:
