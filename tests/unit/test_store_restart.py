@@ -91,7 +91,7 @@ def test_a_row_that_says_other_things_than_its_file_is_not_believed(
     (segment,) = stores.index_of(bench).values()
     segment.info = dataclasses.replace(segment.info, **changes)
     (path,) = bench.root.glob("*/journal")
-    Journal(FileSystem(), path.parent).change([segment])
+    Journal(FileSystem(), path.parent).record(segment)
 
     store = bench.open()
 
