@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -228,7 +228,7 @@ class Purge:
         self._namespace, self._tokens = namespace, tokens
         self._before = None if older_than is None else time.time() - older_than
         # Segments of the time before that are still to be removed.
-        self._old: list[StoredSegment] | None = None
+        self._old: Iterator[StoredSegment] | None = None
         self._begun, self._unpins = False, older_than is None
         self.left = True
         """Whether another step is needed."""
@@ -276,25 +276,20 @@ class Purge:
             if self._unpins:
                 unpinned = store.pins.unpin(*place, before)
             store.places.refuse_unplaced(*place, before)
-        if self._before is None:
-            # Those of the step before are not there any more.
-            there = (own for own in tree.below(*place) if own.on_disk)
-            going = list(itertools.islice(there, most + 1))
-            self.left, going = len(going) > most, going[:most]
-            if first or not self.left:
-                # All in the first step, as they read what is to be freed; newer ones in the last.
-                writes = [own for own in store.writes if is_in(own, tree, *place)]
-        else:
-            if self._old is None:
-                found = tree.below(*place)
-                self._old = [own for own in found if own.on_disk and own.written <= before]
-                if self._unpins:
-                    # An order may be heard again: what is newer than it stays.
-                    now = [own for own in store.writes if own.written <= before]
-                    writes = [own for own in now if is_in(own, tree, *place)]
-            taken, self._old = self._old[:most], self._old[most:]
-            going = [own for own in taken if own.on_disk and tree.get(own.segment_id) is own]
-            self.left = bool(self._old)
+            if self._before is not None:
+                self._old = iter([own for own in tree.below(*place) if own.written <= before])
+        # Those of the step before are not there any more.
+        found = tree.below(*place) if self._old is None else self._old
+        there = (own for own in found if own.on_disk and tree.get(own.segment_id) is own)
+        going, more = list(itertools.islice(there, most)), next(there, None)
+        self.left = more is not None
+        if self._old is not None and more is not None:
+            self._old = itertools.chain([more], self._old)
+        if self._unpins and (first or not self.left):
+            # All in the first step, as they read what is to be freed; newer ones in the last. An
+            # order may be heard again: what is newer than it stays.
+            now = [own for own in store.writes if own.written <= before]
+            writes = [own for own in now if is_in(own, tree, *place)]
         # Dependents first.
         going.sort(key=lambda own: -own.info.prefix_len)
         given_up = store.writes.discard([*writes, *going], Cause.PURGED)
