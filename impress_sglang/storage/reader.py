@@ -157,11 +157,6 @@ class BlockReader:
         self._thread = threading.Thread(target=self._run, name="impress-read", daemon=True)
         self._thread.start()
 
-    @property
-    def depth(self) -> int:
-        """The most reads in flight."""
-        return self._engine.depth
-
     def summary(self) -> dict[str, str | int]:
         """Engine, largest gap that is read through (bytes), and speed, for the statistics page."""
         return {

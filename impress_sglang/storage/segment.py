@@ -188,11 +188,6 @@ class SegmentHeader:
 _layout = functools.lru_cache(_SHARED)(SegmentLayout)
 
 
-def checksum(data: memoryview | bytes) -> int:
-    """XXH3-64 of `data`."""
-    return xxhash.xxh3_64_intdigest(data)
-
-
 def block_checksums(data: memoryview, blocks: Iterable[int]) -> Checksums:
     """Checksums of some blocks of `data`, which are counted from its start."""
     digest, size = xxhash.xxh3_64_intdigest, BLOCK_BYTES
@@ -279,7 +274,7 @@ def reading(segment_id: str) -> Iterator[None]:
 
 
 def _header_checksum(header_bytes: int, description_bytes: int, body: bytes) -> int:
-    return checksum(struct.pack("<QQ", header_bytes, description_bytes) + body)
+    return xxhash.xxh3_64_intdigest(struct.pack("<QQ", header_bytes, description_bytes) + body)
 
 
 def _read(files: FileSystem, descriptor: int, offset: int, size: int) -> bytearray:

@@ -69,9 +69,33 @@ def write_segment(
         OSError: the file system refused, for example because it is full; nothing is left behind.
         WriteAbandoned: the reader gave up, or the segment is not wanted; nothing is left behind.
     """
+    layout, shape = info.layout(), info.shape
+    if coding is None and shape.coded:
+        assert not shape.basis, "nobody says how to code"
+        coding = QueryMeter().rule(shape.group_layout)
+    shapes = info.arrays()
+    checksums, sinks, fits = (np.zeros(*shapes[n][::-1]) for n in ("checksums", "sinks", "fits"))
     files.make_directory(path.parent)
     with publishing(files, path, direct=direct, is_wanted=is_wanted) as descriptor:
-        _write_contents(files, descriptor, info, read_layer, mapping, coding)
+        memory = AlignedMemory(max(layout.most_layer_bytes, layout.header_bytes)).view
+        first = 0
+        for layer in range(shape.num_layers):
+            keys, values = read_layer(layer)
+            groups = None
+            if coding is not None and shape.coded and layer < shape.first_raw:
+                groups, fit = coding(layer, keys, values)
+                fits[layer : layer + 1] = fit
+                put_sinks(sinks[layer], keys, values)
+            own_mapping = None if mapping is None else mapping[layer]
+            body = memory[: layout.layer_bytes(layer)]
+            encode_layer(layout, layer, keys, values, own_mapping, body, groups)
+            blocks = len(body) // BLOCK_BYTES
+            checksums[first : first + blocks] = block_checksums(body, range(blocks))
+            first += blocks
+            files.write(descriptor, layout.layer_offset(layer), body)
+        header = memory[: layout.header_bytes]
+        header[:] = encode_header(SegmentHeader(info, checksums, sinks, mapping, fits))
+        files.write(descriptor, 0, header)
         if written_ns is not None:
             # Where a network file system refuses this, the age begins anew.
             with contextlib.suppress(OSError):
@@ -101,38 +125,3 @@ def publishing(
             files.unlink(temporary)
         raise
     files.sync_directory(path.parent)
-
-
-def _write_contents(
-    files: FileSystem,
-    descriptor: int,
-    info: SegmentInfo,
-    read_layer: LayerReader,
-    mapping: MappingLists | None,
-    rule: CodingRule | None,
-) -> None:
-    layout, shape = info.layout(), info.shape
-    if rule is None and shape.coded:
-        assert not shape.basis, "nobody says how to code"
-        rule = QueryMeter().rule(shape.group_layout)
-    shapes = info.arrays()
-    checksums, sinks, fits = (np.zeros(*shapes[n][::-1]) for n in ("checksums", "sinks", "fits"))
-    memory = AlignedMemory(max(layout.most_layer_bytes, layout.header_bytes)).view
-    first = 0
-    for layer in range(shape.num_layers):
-        keys, values = read_layer(layer)
-        groups = None
-        if rule is not None and shape.coded and layer < shape.first_raw:
-            groups, fit = rule(layer, keys, values)
-            fits[layer : layer + 1] = fit
-            put_sinks(sinks[layer], keys, values)
-        own_mapping = None if mapping is None else mapping[layer]
-        body = memory[: layout.layer_bytes(layer)]
-        encode_layer(layout, layer, keys, values, own_mapping, body, groups)
-        blocks = len(body) // BLOCK_BYTES
-        checksums[first : first + blocks] = block_checksums(body, range(blocks))
-        first += blocks
-        files.write(descriptor, layout.layer_offset(layer), body)
-    header = memory[: layout.header_bytes]
-    header[:] = encode_header(SegmentHeader(info, checksums, sinks, mapping, fits))
-    files.write(descriptor, 0, header)

@@ -155,22 +155,22 @@ class Bucket:
     @contextlib.contextmanager
     def _asking(self, *, reading: bool = False) -> Iterator[None]:
         self.requests += 1
+        failure: Exception | None = None
         try:
             yield
         except FileNotFoundError:
-            self._note(None, reading)
             raise
         except Exception as error:
             # Among others what `obstore` raises, whose classes are its own.
             self.failures += 1
-            self._note(error, reading)
+            failure = error
             raise OSError(errno.EIO, _first_line(error)) from error
-        self._note(None, reading)
+        finally:
+            # Who may only read has no right to write, which says nothing of reads.
+            if reading:
+                self._note(failure)
 
-    def _note(self, error: Exception | None, reading: bool) -> None:
-        # Who may only read has no right to write, which says nothing of reads.
-        if not reading:
-            return
+    def _note(self, error: Exception | None) -> None:
         with self._lock:
             now, failed_at = time.monotonic(), self._failed_at
             if error is None:

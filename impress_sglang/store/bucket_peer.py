@@ -352,28 +352,26 @@ class BucketPeer:
                 self._hear(self._bucket.list(f"{self._root}/{_ORDERS}"))
             if self._stop.is_set():
                 return
-            self._learn_some(names[first : first + _LEARNT_TOGETHER])
-
-    def _learn_some(self, names: Sequence[str]) -> None:
-        turns = zip(names, itertools.cycle(self._readers))
-        reading = {own: thread.submit(self._read, own) for own, thread in turns}
-        found, unusable = dict[str, StoredSegment](), 0
-        for name, future in reading.items():
-            try:
-                found[name] = future.result()
-            except FileNotFoundError:
-                continue
-            except (OSError, StoreUnavailable) as error:
-                logger.debug("%s cannot be read now: %s", name, error)
-            except (PrefixUnreadable, ValueError) as error:
-                logger.debug("%s cannot be used: %s", name, error)
-                self._known[name], unusable = None, unusable + 1
-        if unusable:
-            logger.warning("%d objects of %s cannot be used", unusable, self._bucket.url)
-        for name in sorted(found, key=lambda own: found[own].info.prefix_len):
-            with self._lock:
-                self._known[name] = found[name]
-                self._announce(name)
+            turns = zip(names[first : first + _LEARNT_TOGETHER], itertools.cycle(self._readers))
+            reading = {own: thread.submit(self._read, own) for own, thread in turns}
+            found, unusable = list[tuple[int, str, StoredSegment]](), 0
+            for name, future in reading.items():
+                try:
+                    segment = future.result()
+                    found.append((segment.info.prefix_len, name, segment))
+                except FileNotFoundError:
+                    continue
+                except (OSError, StoreUnavailable) as error:
+                    logger.debug("%s cannot be read now: %s", name, error)
+                except (PrefixUnreadable, ValueError) as error:
+                    logger.debug("%s cannot be used: %s", name, error)
+                    self._known[name], unusable = None, unusable + 1
+            if unusable:
+                logger.warning("%d objects of %s cannot be used", unusable, self._bucket.url)
+            for _, name, segment in sorted(found):
+                with self._lock:
+                    self._known[name] = segment
+                    self._announce(name)
 
     def _read(self, name: str) -> StoredSegment:
         info, attributes = read_begun(self._bucket, name, self._listed[name].size)

@@ -9,13 +9,10 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Priority, SegmentInfo, Tokens
-
-SegmentUse: TypeAlias = tuple[str, int, int, str]
-"""Name, last access and hits of a segment, and the name of what it builds on."""
 
 
 class SegmentState(enum.Enum):
@@ -93,8 +90,8 @@ class StoredSegment:
         return self.info.segment_id
 
     @property
-    def use(self) -> SegmentUse:
-        """What the index should record of its use."""
+    def use(self) -> tuple[str, int, int, str]:
+        """What the journal has of it: name, last access, hits, and what it builds on."""
         parent = self.parent
         above = self.above if parent is None else parent.segment_id
         return self.segment_id, self.last_access, self.hits, above
