@@ -75,14 +75,10 @@ class KVShape:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> KVShape:
-        """The shape that `to_fields` described."""
+        """The shape that has these `fields`."""
         dtype = getattr(torch, fields["dtype"])
         tuples = {name: tuple(fields[name]) for name in ("probe_kv_heads", "row_bytes_of_layers")}
         return cls(**{**fields, "dtype": dtype, **tuples})
-
-    def to_fields(self) -> dict[str, Any]:
-        """The shape as JSON-compatible values."""
-        return dict(self._fields)
 
     @property
     def first_raw(self) -> int:
@@ -159,7 +155,8 @@ class KVShape:
         return self.num_kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
     @functools.cached_property
-    def _fields(self) -> dict[str, Any]:
+    def fields(self) -> Mapping[str, Any]:
+        """The shape as JSON-compatible values."""
         return {**dataclasses.asdict(self), "dtype": str(self.dtype).removeprefix("torch.")}
 
     @functools.cached_property

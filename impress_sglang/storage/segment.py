@@ -147,7 +147,7 @@ class SegmentInfo:
             "depth": quality.depth,
             "bits": quality.bits,
             "share": quality.share,
-            "shape": self.shape.to_fields(),
+            "shape": self.shape.fields,
             "priority": self.priority.name.lower(),
         }
         return json.dumps(fields, sort_keys=True).encode()

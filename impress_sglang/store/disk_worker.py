@@ -10,9 +10,7 @@ import contextlib
 import errno
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from pathlib import Path
 
 from torch import Tensor
@@ -55,9 +53,8 @@ class DiskWorker(BackgroundThread):
         # Small files that the disk has refused, for `catch_up`; used only on the worker's thread.
         self._unkept: dict[str, bytes] = {}
         self._retried_at = 0.0
-        # One after the other, by one thread.
-        self._removals = deque[tuple[Future[None], int]]()
-        self._removing_bytes = 0
+        # Bytes of all removals so far: the store's thread adds to the first, ours to the second.
+        self._asked_bytes = self._removed_bytes = 0
         self.quarantined_bytes = 0
         """Bytes of damaged segments that are kept; at first without those of earlier processes."""
         self.keeps_quarantine = True
@@ -74,20 +71,13 @@ class DiskWorker(BackgroundThread):
 
         `successor`: a segment that has replaced them.
         """
-        removal = self.submit(self._delete, segments, successor)
-        self._removals.append((removal, sum(segments.values())))
-        self._removing_bytes += self._removals[-1][1]
-        self._count_removed()
+        self._asked_bytes += sum(segments.values())
+        self.submit(self._delete, segments, successor)
 
     @property
     def removing_bytes(self) -> int:
         """Bytes of files that are being removed, and may still be there."""
-        self._count_removed()
-        return self._removing_bytes
-
-    def _count_removed(self) -> None:
-        while self._removals and self._removals[0][0].done():
-            self._removing_bytes -= self._removals.popleft()[1]
+        return self._asked_bytes - self._removed_bytes
 
     def unremoved(self) -> frozenset[str]:
         """Names of what could not be removed so far: it counts as present when room is made."""
@@ -149,6 +139,7 @@ class DiskWorker(BackgroundThread):
         self.record({"gone": list(segments)}, *([] if successor is None else [successor]))
         if self.unremoved() and time.monotonic() - self._retried_at > RETRY_S:
             self._retry()
+        self._removed_bytes += sum(segments.values())
         self.progress = time.monotonic()
 
     def _unlink(self, segment_id: str, num_bytes: int) -> None:
