@@ -28,11 +28,28 @@ from impress_sglang.paper.loader import LayerInputs
 from impress_sglang.paper.plugin.attention import adopt_backend
 from impress_sglang.paper.runtime import StoredRequest
 from impress_sglang.plugin.rectangular import rectangular_attention
+from impress_sglang.serving.report import new_report
+from impress_sglang.transfer.sources import ReadStats
 from tests.integration.tiny_model import LLAMA, write_config
-from tests.unit.request_factory import stored_request
 
 LAYERS, QUERY_HEADS, KV_HEADS, DIM = 2, 4, 2, 16
 SCALING = DIM**-0.5
+
+
+def stored_request(
+    tokens: Tensor, resident: Tensor, slots: Tensor, rid: str = "r", **fields: Any
+) -> StoredRequest:
+    """Its prefix of these tokens is resident in some slots, and of the rest a part is loaded."""
+    m = len(tokens) - len(resident)
+    report = new_report("impress", len(resident), len(tokens))
+    source = SimpleNamespace(
+        rid=rid, num_layers=99, stats=ReadStats(), end_layer=lambda layer: None
+    )
+    store = SimpleNamespace(
+        close_source=lambda source: None, ahead=SimpleNamespace(top_up=lambda: None)
+    )
+    own: dict[str, Any] = {"store": store, "source": source, "report": report}
+    return StoredRequest(resident, slots, m, **(own | fields))
 
 
 class Store:

@@ -17,10 +17,10 @@ from torch import Tensor
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.paper.plugin.attention import PrefixAttention
 from impress_sglang.paper.runtime import ServingRuntime, StoredRequest
+from tests.integration.backend_world import stored_request
 from tests.integration.paper_world import make_runtime
 from tests.integration.tiny_model import Pool, layer_of
 from tests.unit.kv_factory import make_shape
-from tests.unit.request_factory import stored_request
 
 UNREADABLE = SegmentUnreadable("ab12", "test")
 

@@ -15,10 +15,10 @@ from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.writing import StoreOutcome
 from tests import damage
 from tests.faults import Faults, FaultyFileSystem, Rule, read_only
-from tests.unit import failing_store
 from tests.unit import store_factory as stores
-from tests.unit.failing_store import read, shared_prefix, until_well
+from tests.unit import test_store_faults as failing_store
 from tests.unit.store_factory import Workbench, check_rows, length, lengths, look_up, prompt
+from tests.unit.test_store_faults import read, shared_prefix, until_well
 
 faults, store = failing_store.faults, failing_store.store
 

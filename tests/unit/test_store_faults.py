@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,14 +22,57 @@ from impress_sglang.store.stored import SegmentState
 from impress_sglang.store.writing import StoreOutcome
 from tests import damage
 from tests.faults import INDEX, Faults, FaultyFileSystem, Rule, dead_disk, read_only
-from tests.unit import failing_store
 from tests.unit import store_factory as stores
-from tests.unit.failing_store import read, until_well
 from tests.unit.kv_factory import as_tokens
-from tests.unit.store_factory import Workbench, check_rows, length, lengths, look_up, prompt
+from tests.unit.store_checks import check_store
+from tests.unit.store_factory import (
+    Workbench,
+    check_rows,
+    length,
+    lengths,
+    look_up,
+    path_of,
+    prompt,
+    until,
+)
 from tests.unit.waiting import wait_until
 
-faults, store = failing_store.faults, failing_store.store
+
+@pytest.fixture
+def faults() -> Iterator[Faults]:
+    faults = Faults(seed=1)
+    yield faults
+    faults.clear()
+
+
+@pytest.fixture
+def store(bench: Workbench, faults: Faults) -> PrefixStore:
+    return bench.open(files=FaultyFileSystem(faults), io_timeout=0.8)
+
+
+def until_well(store: PrefixStore) -> None:
+    until(store, lambda: store.health.state == "ok" and not store.health.suspects)
+
+
+def read(store: PrefixStore, tokens: tuple[int, ...]) -> None:
+    """What a request does with a stored prefix: right rows, or `PrefixUnreadable`, reported."""
+    try:
+        check_rows(store, tokens)
+    except PrefixUnreadable as error:
+        store.report(error)
+        raise
+    finally:
+        check_store(store)
+
+
+def shared_prefix(bench: Workbench, store: PrefixStore) -> tuple[Path, list[tuple[int, ...]]]:
+    """A stored prefix and two that build on it; the file of the first."""
+    first = prompt(1, 24)
+    chats = [(*first, *prompt(number, 16)) for number in (7, 8)]
+    for tokens in (first, *chats):
+        bench.put(store, tokens)
+    return path_of(bench, look_up(store, first)), chats
+
 
 READ_FAULTS = {
     "EIO of a block": Rule("EIO", "block"),
