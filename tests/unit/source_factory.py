@@ -95,7 +95,7 @@ class Case:
 
     def __init__(self, shape: KVShape, parts: Sequence[Part], keys: Tensor, values: Tensor) -> None:
         self.shape, self.parts, self.keys, self.values = shape, parts, keys, values
-        self.columns, self.kv_columns = kv.columns_of(shape), kv.kv_of(shape)
+        self.kv_columns = kv.kv_of(shape)
         self.num_tokens = keys.shape[1]
         self.source: PartSource
         self.histories: list[TokenHistory] = []
@@ -135,9 +135,6 @@ class Case:
         if kind == "probe":
             return [kv.PROBE]
         return [s for s in self.kv_columns if kv.holds_values(self.shape, s) == (kind == "values")]
-
-    def columns_of_kinds(self, kinds: Collection[str] = KINDS) -> list[Column]:
-        return [column for kind in kinds for column in self.kind_columns(kind)]
 
     def expected(self, layer: int, kind: str, tokens: Tensor | None = None) -> Tensor:
         """Rows as any source must give them, head by head; of the probe column all rows."""
@@ -231,22 +228,8 @@ class Case:
         self, layer: int, kinds: Collection[str] = KINDS, tokens: Tensor | None = None
     ) -> int:
         """Bytes of all blocks that hold a byte of a wanted row."""
-        columns = self.columns_of_kinds(kinds)
+        columns = [column for kind in kinds for column in self.kind_columns(kind)]
         return BLOCK * sum(len(self.blocks(layer, column, tokens)) for column in columns)
-
-    def chunks(self, layer: int, column: Column, tokens: Tensor | None = None) -> list[int]:
-        """Bytes on disk of each chunk that holds a wanted row."""
-        touched = {(number, chunk) for number, chunk, _ in self.blocks(layer, column, tokens)}
-        return [
-            kv.chunk_disk_bytes(
-                self.shape,
-                column,
-                self.parts[number].chunk_tokens,
-                self.parts[number].num_tokens,
-                chunk,
-            )
-            for number, chunk in touched
-        ]
 
     def reopen(self) -> None:
         """Give the ids of the chunks back, and take them in another order."""

@@ -24,6 +24,7 @@ from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
 from impress_sglang.store.journal import Journal, decode, encode
 from impress_sglang.store.lookahead import LookAhead
+from impress_sglang.store.orders import Purge
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.store.writing import Offer, StoreOutcome
@@ -306,6 +307,13 @@ def lose(bench: Workbench, store: PrefixStore, segment_id: str, *, gone: bool = 
     segment = store.tree.get(segment_id)
     assert segment is None or segment.state is SegmentState.LOST
     check_store(store)
+
+
+def purge(store: PrefixStore, tokens: Sequence[int], namespace: str = "") -> None:
+    """All that begins with these tokens."""
+    order = Purge(store.namespace(namespace), kv.as_tokens(tokens))
+    while order.left:
+        order.step(store)
 
 
 def check_index(store: PrefixStore) -> None:

@@ -19,7 +19,7 @@ from impress_sglang.codes.rows.coder import (
 from impress_sglang.codes.rows.fit import SINK_TOKENS, Moments
 from impress_sglang.codes.rows.row import GAINS, LEVELS
 from impress_sglang.errors import BasisUnreadable, NotCodable
-from tests.unit.basis_factory import decode_layer, fit, unpacked
+from tests.unit.basis_factory import fit, unpacked
 
 LAYERS, HEADS, DIM = 3, 2, 6
 FEATURES = HEADS * DIM
@@ -136,15 +136,6 @@ def test_the_rate_is_met(basis: Basis) -> None:
     for rate in (1.0, 3.0, 4.0, 7.0):
         assert fit(moments(1), metric(), rate).rate == pytest.approx(rate, abs=0.02)
     assert basis.token_bytes == sum(own.row_bytes for own in basis.layouts)
-
-
-def test_decoder_restores_what_the_encoder_returns(basis: Basis) -> None:
-    rows, _ = coded(basis, prompt(40, 5))
-    below_encoded = below_decoded = None
-    for layer, kvs in enumerate(prompt(40, 5)):
-        _, below_encoded = encode_layer(basis, layer, below_encoded, kvs)
-        below_decoded = decode_layer(basis, layer, below_decoded, rows[layer])
-        assert torch.equal(below_encoded, below_decoded)
 
 
 def test_a_token_is_restored_as_its_row_says(basis: Basis) -> None:

@@ -22,9 +22,8 @@ from impress_sglang.store import places as places_module
 from impress_sglang.store import store as store_module
 from impress_sglang.store.bucket import Bucket
 from impress_sglang.store.losses import Cause
-from impress_sglang.store.orders import Purge
 from impress_sglang.store.writing import StoreOutcome
-from tests.unit.kv_factory import IDENTITY, as_tokens
+from tests.unit.kv_factory import IDENTITY
 from tests.unit.store_factory import (
     SHAPES,
     Workbench,
@@ -34,6 +33,7 @@ from tests.unit.store_factory import (
     lengths,
     name_of,
     prompt,
+    purge,
     until,
     use,
 )
@@ -227,12 +227,6 @@ def test_the_local_quota_holds(world: World, bucket: Faults) -> None:
     peer.files.close(descriptor)
     with pytest.raises(OSError, match="fetched no more"):
         peer.files.stat("another.kv")
-
-
-def purge(store: PartStore, tokens: tuple[int, ...]) -> None:
-    order = Purge(store.namespace(""), as_tokens(tokens))
-    while order.left:
-        order.step(store)
 
 
 @pytest.mark.parametrize("by", ["a", "b"])

@@ -19,7 +19,6 @@ from impress_sglang.store import places as places_module
 from impress_sglang.store import quota as quota_module
 from impress_sglang.store import store as store_module
 from impress_sglang.store.losses import Cause
-from impress_sglang.store.orders import Purge
 from impress_sglang.store.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit.kv_factory import IDENTITY, as_tokens, flip_byte
@@ -34,6 +33,7 @@ from tests.unit.store_factory import (
     look_up,
     name_of,
     prompt,
+    purge,
     until,
 )
 
@@ -272,9 +272,7 @@ def test_a_purge_reaches_all(bench: Workbench, two: Two, alive: bool) -> None:
     assert first.pins.pin(first.namespace(""), as_tokens(prompt(1, 13))) is None
     if not alive:
         kill(bench, first)
-    purge = Purge(second.namespace(""), as_tokens(prompt(1, 8)))
-    while purge.left:
-        purge.step(second)
+    purge(second, prompt(1, 8))
     assert length(second, prompt(1, 40)) == 0
     if not alive:
         # It was there twice, and neither is in a folder without a server any more.

@@ -14,7 +14,6 @@ from impress_sglang.store import journal as journal_module
 from impress_sglang.store import peers as peers_module
 from impress_sglang.store import places as places_module
 from impress_sglang.store.losses import Cause
-from impress_sglang.store.orders import Purge
 from impress_sglang.store.stored import StoredMatch
 from impress_sglang.store.writing import StoreOutcome
 from tests.unit.kv_factory import as_tokens
@@ -27,6 +26,7 @@ from tests.unit.store_factory import (
     lengths,
     look_up,
     prompt,
+    purge,
     until,
 )
 from tests.unit.test_peers import folder_of, kill, until_stored
@@ -72,14 +72,6 @@ def settle(two: Two) -> None:
         check_store(store)
 
 
-def purge(store: PartStore, *numbers: int) -> None:
-    for number in numbers:
-        order = Purge(store.namespace(""), as_tokens(prompt(number)))
-        while order.left:
-            order.step(store)
-    store.worker.submit(int).result()
-
-
 def write_anew(store: PartStore) -> None:
     store.worker.submit(int).result()
     store.worker.journal._unsound = True
@@ -91,7 +83,8 @@ def test_what_is_told_after_a_purge_was_purged(bench: Workbench, two: Two) -> No
     first, second = two
     bench.put_all(first, 1, 2)
     kill(bench, first)
-    purge(second, 1)
+    purge(second, prompt(1))
+    second.worker.submit(int).result()
     hear(second)
     assert lengths(second, 1, 2) == [0, 8]
     until(second, lambda: len(bench.files()) == 1)
@@ -103,7 +96,8 @@ def test_a_restarted_server_keeps_its_own_order(bench: Workbench, two: Two) -> N
     first, second = two
     bench.put_all(first, 1, 2)
     kill(bench, first)
-    purge(second, 1)
+    purge(second, prompt(1))
+    second.worker.submit(int).result()
     bench.close(second)
     (again,) = [own for own in (bench.open(), bench.open()) if folder_of(own) == folder_of(second)]
     until(again, lambda: lengths(again, 1, 2) == [0, 8])
@@ -116,7 +110,8 @@ def test_an_order_that_is_heard_again_leaves_what_is_newer(
     first, second = two
     bench.put(first, prompt(1))
     hear(second)
-    purge(first, 1)
+    purge(first, prompt(1))
+    first.worker.submit(int).result()
     hear(second)
     # Files have the time of a tick of the clock.
     time.sleep(0.02)

@@ -21,9 +21,7 @@ from impress_sglang.store import places as places_module
 from impress_sglang.store import quota as quota_module
 from impress_sglang.store import writing as writing_module
 from impress_sglang.store.losses import prompt_of
-from impress_sglang.store.orders import Purge
 from impress_sglang.store.writing import StoreOutcome
-from tests.unit.kv_factory import as_tokens
 from tests.unit.store_checks import check_store
 from tests.unit.store_factory import (
     SHAPES,
@@ -32,6 +30,7 @@ from tests.unit.store_factory import (
     gb,
     length,
     look_up,
+    purge,
     use,
 )
 from tests.unit.waiting import wait_until
@@ -90,9 +89,7 @@ class History:
 
     def purge(self) -> None:
         store, tokens = self.store(), self.prompt()
-        purge = Purge(store.namespace(""), as_tokens(tokens))
-        while purge.left:
-            purge.step(store)
+        purge(store, tokens)
         assert length(store, tokens) < len(tokens)
 
         def all_gone() -> bool:

@@ -14,14 +14,13 @@ from hypothesis.stateful import invariant, precondition, rule
 from impress_sglang.errors import StoreUnavailable
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.store.health import Verdict
-from impress_sglang.store.orders import Purge
 from impress_sglang.store.stored import SegmentState
 from impress_sglang.store.writing import StoreOutcome
 from tests.faults import Rule
 from tests.unit import kv_factory as kv
 from tests.unit.prefix_model import Known, PrefixModel
 from tests.unit.store_checks import check_store
-from tests.unit.store_factory import check_index
+from tests.unit.store_factory import check_index, purge
 from tests.unit.store_history import (
     CHOSEN,
     DAMAGES,
@@ -179,9 +178,7 @@ class StoreMachine(StoreHistory):
         known = self.model.segments[data.draw(st.sampled_from(list(self.model.segments)))]
         stop = data.draw(st.integers(1, len(known.path)) | st.just(len(known.path)))
         prefix = [token for token, _ in known.path[:stop]]
-        purge = Purge(self.store.namespace(known.namespace), kv.as_tokens(prefix))
-        while purge.left:
-            purge.step(self.store)
+        purge(self.store, prefix, known.namespace)
         for own in list(self.model.segments.values()):
             begins = [token for token, _ in own.path[:stop]] == prefix
             if begins and own.namespace == known.namespace and own.name not in self.pending:
