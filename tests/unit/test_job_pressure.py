@@ -50,22 +50,6 @@ class TestPressure:
 
 
 class TestGivingUp:
-    @pytest.mark.parametrize("begun", [False, True])
-    def test_all_go_on_without_it(self, desk: Desk, begun: bool) -> None:
-        job = new_job(prompt(1, 5))
-        for name in "ab":
-            desk.ask(name, prompt(1), job)
-        if begun:
-            desk.poll()
-            desk.loader.step()
-        desk.jobs.give_up(job)
-        assert not desk.waiting and len(desk.tree.free) == 20
-        desk.load()
-        assert not desk.replanned, "who has given up plans nothing"
-        for name in "ab":
-            desk.leave(name)
-        desk.check_nothing_is_left()
-
     def test_slots_are_free_before_the_loader_has_let_go(self, desk: Desk) -> None:
         jobs = [new_job(prompt(number, 8)) for number in range(3)]
         for number, job in enumerate(jobs):
@@ -106,14 +90,6 @@ class TestEarly:
         job.early = True
         assert job.early and job.slots is None and not any(desk.jobs.loading)
         return job
-
-    def test_goes_on_when_its_request_is_admitted(self, desk: Desk) -> None:
-        job = self.start(desk)
-        desk.leave("a")
-        assert not job.revoked and desk.tree.evict(20) == 0, "the job holds it"
-        desk.load()
-        assert job.state is JobState.LOADED and desk.tree.written(prompt(1, 5))
-        desk.check_nothing_is_left()
 
     def test_is_not_under_pressure(self, desk: Desk) -> None:
         """A pass uses its slots."""

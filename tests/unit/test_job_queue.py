@@ -39,60 +39,6 @@ def test_a_job_is_begun_and_what_it_brought_is_held_until_its_request_is_admitte
     desk.check_nothing_is_left()
 
 
-def test_requests_for_the_same_tokens_share_a_job(desk: Desk) -> None:
-    job = new_job(prompt(1, 5))
-    desk.ask("z", prompt(1), job)
-    desk.poll()
-    desk.ask("b", prompt(1), job)
-    desk.load()
-    assert desk.replanned == [("z", job), ("b", job)], "the first is told of its reads"
-    assert desk.ended == [job]
-    assert not desk.waiting and len(desk.tree.holds) == 2
-
-    desk.leave("z")
-
-    assert desk.tree.evict(20) == 0, "b was not admitted"
-    desk.leave("b")
-    assert desk.tree.evict(20) == 5
-    desk.check_nothing_is_left()
-
-
-@pytest.mark.parametrize("when", ["waiting", "loading", "stalled", "loaded", "settled"])
-def test_a_job_that_nobody_waits_for_ends(desk: Desk, when: str) -> None:
-    job = new_job(prompt(1, 5))
-    desk.ask("a", prompt(1), job)
-    if when != "waiting":
-        desk.poll()
-    if when == "stalled":
-        desk.loader.step()
-        desk.loader.stalls = True
-    if when == "loaded":
-        desk.loader.run()
-    if when == "settled":
-        desk.load()
-
-    desk.leave("a")
-
-    assert len(desk.tree.free) + desk.tree.evictable == 20, "at once"
-    desk.loader.stalls = False
-    desk.load()
-    assert desk.ended == ([] if when == "waiting" else [job])
-    if when == "waiting":
-        assert job.state is JobState.DROPPED and job.done.is_set()
-    desk.check_nothing_is_left()
-
-
-def test_a_job_begins_behind_what_is_resident_now(desk: Desk) -> None:
-    job = new_job(prompt(1, 8))
-    desk.ask("a", prompt(1, 9), job)
-    resident(desk, prompt(1, 5))
-    desk.poll()
-    assert (job.start, len(job), job.hold.path) == (5, 3, prompt(1, 5))
-    assert desk.tree.evict(20) == 0, "it needs what is before it"
-    desk.load()
-    assert desk.tree.written(prompt(1, 8))
-
-
 def test_who_needs_more_than_what_became_resident_gets_another_job(desk: Desk) -> None:
     """Also if it had joined the job of a shorter request."""
     job, more = new_job(prompt(1, 8)), new_job(prompt(1, 12), 8)
