@@ -135,8 +135,9 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     if drafts or index_keys(full_pool(pool)):
         shape = layers.add(shape, [own.token_to_kv_pool for own in drafts])
     elif windows is not None:
-        # What SGLang looks for, in whole pages.
-        page, window = params.page_size, params.swa_retain_window
+        # What SGLang looks for, in whole pages; 0.5.22 knows no drafts that look further.
+        page = params.page_size
+        window = getattr(params, "swa_retain_window", params.sliding_window_size)
         raw = further != [streams]
         shape = layers.add(shape, [windows], -(-window // page) * page, raw=raw)
     if stateful:
