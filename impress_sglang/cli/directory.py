@@ -38,7 +38,6 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import FORMAT_VERSION, OpenSegment, Tokens, read_header
 from impress_sglang.store.disk import StoreDisk
 from impress_sglang.store.journal import Journal
-from impress_sglang.store.losses import prompt_of
 from impress_sglang.store.orders import Purge
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, namespace_text
 from impress_sglang.store.store import PrefixStore
@@ -252,7 +251,7 @@ def place_of(store: PrefixStore, which: Which) -> tuple[str | None, Tokens | Non
     """
     if "segment" in which:
         segment = store.tree.get(which["segment"])
-        return None if segment is None else (segment.info.namespace, prompt_of(segment))
+        return None if segment is None else (segment.info.namespace, segment.prompt())
     if "text" in which:
         raise Refused("a directory has no tokenizer: give --ids or --segment")
     if "all" in which:

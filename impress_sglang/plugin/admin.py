@@ -22,7 +22,6 @@ from impress_sglang.plugin.served_cache import ServedCache, served_cache_of
 from impress_sglang.serving.ranks import ALONE
 from impress_sglang.serving.report import RecentRequests
 from impress_sglang.storage.quality import ANYTHING
-from impress_sglang.store.losses import prompt_of
 from impress_sglang.store.orders import Purge, Purged
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.store.store import PrefixStore
@@ -186,7 +185,7 @@ def _row(recent: RecentRequests, store: PrefixStore, segment: StoredSegment) -> 
     parent, begins = segment.parent, None
     if info.prefix_len < BLOCK_TOKENS:
         # Requests that begin like it have the same digest; others only continue a prompt.
-        begins = recent.digest(info.namespace, prompt_of(segment) if parent else info.tokens)
+        begins = recent.digest(info.namespace, segment.prompt())
     return {
         "segment": segment.segment_id,
         "on": None if parent is None else parent.segment_id,

@@ -268,9 +268,9 @@ def segment_files(files: FileSystem, store: Path) -> Iterator[tuple[str, str, bo
 
 
 def quarantined_files(files: FileSystem, store: Path) -> list[Path]:
-    """Damaged segments that a store keeps, in the order in which they were set aside."""
-    # The time of the rename, not of the last write.
-    return sorted(_quarantined(files, store), key=lambda path: files.stat(path).st_ctime_ns)
+    """Damaged segments that a store keeps, in any order."""
+    folder = store / QUARANTINE
+    return [folder / name for name in files.list(folder) if _SEGMENT.fullmatch(name)]
 
 
 def other_stores(files: FileSystem, own: Path) -> dict[Path, int]:
@@ -290,7 +290,7 @@ def other_stores(files: FileSystem, own: Path) -> dict[Path, int]:
     for current, _, path in sorted(found, reverse=True):
         stores[path] = 0
         paths = [Path(file) for _, file, _ in segment_files(files, path)]
-        for file in paths + _quarantined(files, path):
+        for file in paths + quarantined_files(files, path):
             # The server of that model may have just removed it.
             with contextlib.suppress(FileNotFoundError):
                 stores[path] += files.stat(file).st_size
@@ -360,11 +360,6 @@ def _remove_empty(files: FileSystem, path: Path) -> None:
         files.remove_directory(path)
     except OSError as error:
         logger.warning("%s stays: %s", path, error)
-
-
-def _quarantined(files: FileSystem, store: Path) -> list[Path]:
-    folder = store / QUARANTINE
-    return [folder / name for name in files.list(folder) if _SEGMENT.fullmatch(name)]
 
 
 def _stat_existing(files: FileSystem, path: Path) -> os.stat_result:

@@ -194,13 +194,15 @@ class DiskWorker(BackgroundThread):
     def tidy_quarantine(self) -> None:
         """Keep only the latest files there, or none; an `OSError` if the disk refuses."""
         paths = quarantined_files(self.files, self._directory.path)
-        sizes = [self.files.stat(path).st_size for path in paths]
+        found = [(self.files.stat(path), path) for path in paths]
+        # The time of the rename, not of the last write.
+        found.sort(key=lambda own: own[0].st_ctime_ns)
         # Counted first, so that it is right even if a file cannot be removed.
-        self.quarantined_bytes = sum(sizes)
+        self.quarantined_bytes = sum(status.st_size for status, _ in found)
         most = MOST_QUARANTINED if self.keeps_quarantine else 0
-        for path, size in list(zip(paths, sizes, strict=True))[: max(len(paths) - most, 0)]:
+        for status, path in found[: max(len(found) - most, 0)]:
             self.files.unlink(path)
-            self.quarantined_bytes -= size
+            self.quarantined_bytes -= status.st_size
 
     def record(self, *changes: StoredSegment | Record) -> None:
         """Record changes in the journal; what the disk refuses now waits there."""

@@ -173,7 +173,16 @@ class Journal:
             if isinstance(error, FileNotFoundError):
                 # Somebody has removed the folder.
                 self._end = None
-            self._forget_oldest()
+            if len(self._waiting) > _MOST_WAITING:
+                logger.warning(
+                    "%s refuses more than %d changes: the next start makes up for them, from the "
+                    "segments",
+                    self._path,
+                    _MOST_WAITING,
+                )
+                self._waiting.clear()
+                # What is there of them may end anywhere.
+                self._end = None
             raise
         self._waiting.clear()
 
@@ -189,19 +198,6 @@ class Journal:
         self._files.rename(temporary, self._path)
         self._end = self._size_anew = size
         self._unsound = False
-
-    def _forget_oldest(self) -> None:
-        """Bound the changes that wait; the next start learns the same from the files."""
-        if len(self._waiting) > _MOST_WAITING:
-            logger.warning(
-                "%s refuses more than %d changes: the next start makes up for them, from the "
-                "segments",
-                self._path,
-                _MOST_WAITING,
-            )
-            self._waiting.clear()
-            # What is there of them may end anywhere.
-            self._end = None
 
     def segments(self) -> dict[str, StoredSegment]:
         """All segments by name; those in damaged lines are missing, and the file is made anew with

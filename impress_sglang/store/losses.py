@@ -57,7 +57,7 @@ class Losses:
     def note(self, segment: StoredSegment, cause: Cause) -> None:
         """Note that a segment is about to leave the tree."""
         if len((info := segment.info).prompt_tokens):
-            self.note_tokens(info.namespace, prompt_of(segment), cause, info.prefix_len)
+            self.note_tokens(info.namespace, segment.prompt(), cause, info.prefix_len)
 
     def note_tokens(self, namespace: str, tokens: Tokens, cause: Cause, start: int = 0) -> None:
         """Note that tokens [start, n) of a prompt, int32 [n], are gone or were not stored."""
@@ -80,13 +80,3 @@ class Losses:
     def _places(self, namespace: str, tokens: Tokens, start: int) -> tuple[Hashes, Indices]:
         names = self._hashes.of(namespace, tokens)[start // BLOCK_TOKENS :]
         return names, (names & np.uint64(len(self._names) - 1)).astype(np.int64)
-
-
-def prompt_of(segment: StoredSegment) -> Tokens:
-    """All tokens from the start of a prompt to the end of a segment of the tree, int32 [n]."""
-    parts, above = [segment.info.tokens], segment
-    while above.parent is not None:
-        length = above.info.prefix_len - above.parent.info.prefix_len
-        above = above.parent
-        parts.append(above.info.tokens[:length])
-    return np.concatenate(parts[::-1])

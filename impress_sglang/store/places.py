@@ -22,7 +22,6 @@ import numpy as np
 from impress_sglang.storage.quality import Quality
 from impress_sglang.storage.segment import Tokens, common_prefix_len
 from impress_sglang.store.journal import ORDER_SECONDS
-from impress_sglang.store.losses import prompt_of
 from impress_sglang.store.prefix_hashes import begun_digest, extended, prefix_digest
 from impress_sglang.store.stored import StoredSegment
 from impress_sglang.store.tree import StoredTree
@@ -185,7 +184,7 @@ class Places:
         if low == high:
             return
         if digest is None:
-            digest = extended(begun_digest(info.namespace), prompt_of(segment)[:first])
+            digest = extended(begun_digest(info.namespace), segment.prompt()[:first])
         for length in lengths[low:high]:
             digest = extended(digest, info.tokens[done : length - first])
             done = length - first
@@ -270,7 +269,7 @@ class Places:
                 return None
             chain.append(above)
         known = self._tree.get(chain[-1].above) if chain[-1].info.prefix_len else None
-        tokens = info.tokens[:0] if known is None else prompt_of(known)
+        tokens = info.tokens[:0] if known is None else known.prompt()
         for own in reversed(chain):
             tokens = tokens[: own.info.prefix_len]
             if own is not segment:

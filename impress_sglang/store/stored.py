@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Priority, SegmentInfo, Tokens
 
@@ -65,6 +67,15 @@ class StoredSegment:
     def apart(self, **changes: Any) -> StoredSegment:
         """The same segment outside the tree."""
         return dataclasses.replace(self, **{"above": self.use[3], **changes})
+
+    def prompt(self) -> Tokens:
+        """All tokens from the start of a prompt to the end of a segment of the tree, int32 [n]."""
+        parts, above = [self.info.tokens], self
+        while above.parent is not None:
+            length = above.info.prefix_len - above.parent.info.prefix_len
+            above = above.parent
+            parts.append(above.info.tokens[:length])
+        return np.concatenate(parts[::-1])
 
     def may_be_read(self, now: float) -> bool:
         """Whether it is ready, and has not expired: of many that have, some are still there."""

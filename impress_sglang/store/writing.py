@@ -31,7 +31,7 @@ from impress_sglang.storage.writer import LayerReader, WriteAbandoned, WrittenIn
 from impress_sglang.store.bucket_peer import BucketPeer
 from impress_sglang.store.disk import StoreDisk
 from impress_sglang.store.lookahead import LookAhead
-from impress_sglang.store.losses import Cause, Losses, prompt_of
+from impress_sglang.store.losses import Cause, Losses
 from impress_sglang.store.open_segments import OpenSegments
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, prefix_digest
 from impress_sglang.store.quota import Quota
@@ -367,7 +367,7 @@ class SegmentWrites:
             self._quota.budget.spend(segment.file_bytes)
         if isinstance(error, NotCodable):
             # The end stands for all: others may begin like it, and have codes.
-            tokens = prompt_of(segment)
+            tokens = segment.prompt()
             end = max(segment.info.prefix_len, len(tokens) - BLOCK_TOKENS)
             self.losses.note_tokens(segment.info.namespace, tokens, Cause.NOT_CODABLE, end)
         if isinstance(error, WriteAbandoned):
@@ -401,11 +401,16 @@ class SegmentWrites:
             return
         whole = bucket.whole.popleft()
         bucket.files.leave(whole)
-        segment = self._far(whole)
-        file = None if segment is None else segment.apart(file_bytes=whole.layout().file_bytes)
-        if segment is None or file is None or not self._make_room_for(segment, file):
+        segment, victims = self._far(whole), None
+        if segment is not None and self.are_taken:
+            file = segment.apart(file_bytes=whole.layout().file_bytes)
+            own = whole.namespace, segment.prompt()
+            keep = self._tree.match(*own, least=whole.quality, only_ready=False)
+            victims = self._quota.make_room(file, keep, self.is_needed)
+        if victims is None:
             self._worker.submit(bucket.files.end, whole)
             return
+        self.discard(victims, Cause.EVICTED)
         self._quota.adopting_bytes = file.file_bytes
         adopt = functools.partial(self._worker.adopt, file)
         self._moving = whole, self._worker.submit(bucket.files.end, whole, adopt)
@@ -415,16 +420,6 @@ class SegmentWrites:
         segment = self._tree.get(info.segment_id)
         far = segment is not None and segment.ready and self._disk.is_far(segment)
         return segment if far else None
-
-    def _make_room_for(self, segment: StoredSegment, file: StoredSegment) -> bool:
-        """Evict what must go for the file of a fetched segment, if it may be written at all."""
-        if not self.are_taken:
-            return False
-        info, tokens = segment.info, prompt_of(segment)
-        keep = self._tree.match(info.namespace, tokens, least=info.quality, only_ready=False)
-        victims = self._quota.make_room(file, keep, self.is_needed)
-        self.discard(victims or (), Cause.EVICTED)
-        return victims is not None
 
 
 def _missing(known: StoredMatch, offer: Offer) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from impress_sglang.store.losses import Cause, Loss, Losses, prompt_of
+from impress_sglang.store.losses import Cause, Loss, Losses
 from impress_sglang.store.orders import MOST_JOBS, MultiStepJobs, Purge
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.store.store import PrefixStore
@@ -177,7 +177,7 @@ def test_what_the_store_removes_is_noted(bench: Workbench, store: PrefixStore) -
     for number in (1, 2):
         bench.put(store, [*range(LENGTH), *tokens(number).tolist()], namespace="salt")
     for segment in store.tree.segments():
-        whole = prompt_of(segment)
+        whole = segment.prompt()
         assert len(whole) == segment.info.prefix_len + segment.info.num_tokens
         assert whole[:LENGTH].tolist() == list(range(LENGTH))
     second = [*range(LENGTH), *tokens(2).tolist()]

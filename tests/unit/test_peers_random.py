@@ -20,7 +20,6 @@ from impress_sglang.store import peers as peers_module
 from impress_sglang.store import places as places_module
 from impress_sglang.store import quota as quota_module
 from impress_sglang.store import writing as writing_module
-from impress_sglang.store.losses import prompt_of
 from impress_sglang.store.writing import StoreOutcome
 from tests.unit.store_checks import check_store
 from tests.unit.store_factory import (
@@ -187,4 +186,4 @@ def check_finds_all(history: History, store: PartStore) -> None:
 def prompt_with(store: PartStore, segment_id: str) -> Sequence[int]:
     segment = store.tree.get(segment_id)
     assert segment is not None
-    return prompt_of(segment).tolist()
+    return segment.prompt().tolist()
