@@ -267,7 +267,8 @@ class PartStore(PrefixStore):
             # The old version was read to the end, so what was written from it is verified.
             self.health.suspects.pop(stored, None)
             stored.state = SegmentState.READY
-            self.worker.delete({old_id: old_bytes}, stored)
+            self.worker.delete({old_id: old_bytes})
+            self.worker.submit(self.worker.record, stored)
             self._history(stored).ssd_bytes = 0
             self._counts["segments"] += 1
             self._counts["bytes_written"] += new_bytes

@@ -66,13 +66,10 @@ class DiskWorker(BackgroundThread):
         self.unused_bytes = 0
         """Bytes of files that could not be read at the start, and of what may build on them."""
 
-    def delete(self, segments: Mapping[str, int], successor: StoredSegment | None = None) -> None:
-        """Remove segments (id: bytes) and their rows; readers of an open file can go on.
-
-        `successor`: a segment that has replaced them.
-        """
+    def delete(self, segments: Mapping[str, int]) -> None:
+        """Remove segments (id: bytes) and their rows; readers of an open file can go on."""
         self._asked_bytes += sum(segments.values())
-        self.submit(self._delete, segments, successor)
+        self.submit(self._delete, segments)
 
     @property
     def removing_bytes(self) -> int:
@@ -133,10 +130,10 @@ class DiskWorker(BackgroundThread):
         self.files.sync_directory(path.parent)
         self.record(segment)
 
-    def _delete(self, segments: Mapping[str, int], successor: StoredSegment | None) -> None:
+    def _delete(self, segments: Mapping[str, int]) -> None:
         for segment_id, num_bytes in segments.items():
             self._unlink(segment_id, num_bytes)
-        self.record({"gone": list(segments)}, *([] if successor is None else [successor]))
+        self.record({"gone": list(segments)})
         if self.unremoved() and time.monotonic() - self._retried_at > RETRY_S:
             self._retry()
         self._removed_bytes += sum(segments.values())

@@ -141,7 +141,8 @@ CRASH_POINTS: dict[str, Callable[[], None]] = {
     "reorder: before the rename": lambda: kill_at(os, "rename", 1),
     "reorder: after the rename": lambda: kill_at(os, "rename", 1, after=True),
     "reorder: before the index": lambda: kill_at(Journal, "record", 1),
-    "reorder: after the index": lambda: kill_at(Journal, "record", 1, after=True),
+    "reorder: in the index": lambda: kill_at(Journal, "record", 2),
+    "reorder: after the index": lambda: kill_at(Journal, "record", 2, after=True),
 }
 
 
@@ -287,7 +288,7 @@ def test_a_rewrite_takes_over_with_its_rename_and_changes_no_row(
         if r["round"] in POINTS and r["round"].startswith("reorder")
     }
 
-    assert list(generations.values()) == [0, 0, 1, 2, 3]
+    assert list(generations.values()) == [0, 0, 1, 2, 3, 4]
     for name in generations:
         (lengths,) = (r["result"]["lengths"] for r in rounds if r["round"] == name)
         assert lengths == rounds[POINTS.index("loss: after the index")]["result"]["lengths"]
