@@ -84,12 +84,13 @@ def connected(
     service.self_test_seconds, service.counts = self_test, counts_of(context)
     # Nodes of the other core cannot be looked at, as purging and sharing by score must.
     context.params.tree_core_backend = "python"
-    cache = create_unified_radix_cache(context, cache_class=cache_class)
+    rest = service, runner.model, layers, runner.forward_stream, read_identity, ranks
+    cache = create_unified_radix_cache(
+        context, cache_class=lambda params: cache_class(params, *rest, runner.lora_manager)
+    )
     assert isinstance(cache, cache_class)
     if cache.metrics_collector is not None:
         service.metrics = ServingMetrics(cache.metrics_collector.labels)
-    rest = runner.forward_stream, read_identity, ranks, runner.lora_manager
-    cache.connect(service, runner.model, layers, *rest)
     return cache
 
 

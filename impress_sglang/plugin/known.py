@@ -93,7 +93,7 @@ class Known(Waiter):
         return np.array_equal(tokens, job.tokens[:count])
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+@dataclasses.dataclass(eq=False)
 class KnownRequests:
     """The requests of one tree cache, and what its parts have in common.
 
@@ -104,14 +104,20 @@ class KnownRequests:
 
     cache: Any
     service: Service
-    planner: LoadPlanner
-    provenance: Provenance
     layers: PoolLayers
     forward_stream: Any
-    allocation: Allocation
     ranks: Ranks = ALONE
     adapters: Any = None
     known: dict[str, Known] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        layers, keys = self.layers, self.layers(0)[0]
+        packed, states = layers.packed, layers.states is not None
+        window = packed.window if packed is not None else 0
+        rest = self.cache.page_size, layers.beyond, packed
+        self.planner = LoadPlanner(self.service, *rest, states=states)
+        self.allocation = Allocation(self.cache, window, states=states)
+        self.provenance = Provenance(len(keys), keys.device)
 
     def note(self, req: Any, sight: Callable[[Known], bool]) -> Known:
         """Note a request; at its first match it gets its class, and its key the mark of that.

@@ -26,14 +26,12 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from impress_sglang.plugin.known import Brought, Known, KnownRequests
-from impress_sglang.plugin.pools import Allocation, PoolLayers
+from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.prefix_loads import PrefixLoads
-from impress_sglang.plugin.provenance import Provenance
 from impress_sglang.plugin.tree_nodes import Sweeps
 from impress_sglang.plugin.weights import WeightWatch, watch_messages
 from impress_sglang.plugin.write_back import WriteBack
 from impress_sglang.serving.custom_params import load_options_of
-from impress_sglang.serving.load_planner import LoadPlanner
 from impress_sglang.serving.ranks import ALONE, Ranks
 from impress_sglang.serving.report import new_report
 from impress_sglang.serving.service import Service
@@ -54,18 +52,11 @@ class ServedCache(UnifiedRadixCache):
     loads: PrefixLoads | None = None
     """The load jobs; None where prefixes are loaded within passes, and before it serves."""
 
-    def __init__(self, params: CacheInitParams) -> None:
-        self._serves = False
-        # Empty as long as it does not serve.
-        self._known = dict[str, Known]()
-        self._released: list[Known] = []
-        self.integrity = UNCHECKED
-        """The result of the last check, or that one is running."""
-        self._steps: Iterator[None] = iter(())
-        super().__init__(params)
+    _serves = False
 
-    def connect(
+    def __init__(
         self,
+        params: CacheInitParams,
         service: Service,
         model: Any,
         layers: PoolLayers,
@@ -74,29 +65,29 @@ class ServedCache(UnifiedRadixCache):
         ranks: Ranks = ALONE,
         adapters: Any = None,
     ) -> None:
-        """Connect the cache to the store of `service`, and what goes with it.
+        """Make a tree cache with the store of `service`.
 
         Queries of the `model` are sampled; passes run on the `forward_stream`. `read_identity` is
         called again after each flush. `adapters`: SGLang's `LoRAManager`, if it has one.
         """
-        self.service, self.ranks, keys = service, ranks, layers(0)[0]
-        packed, states = layers.packed, layers.states is not None
-        self.planner = LoadPlanner(service, self.page_size, layers.beyond, packed, states=states)
-        window = packed.window if packed is not None else 0
-        self._allocation = Allocation(self, window, states=states)
-        self._provenance = Provenance(len(keys), keys.device)
-        self._requests = KnownRequests(
-            *(self, service, self.planner, self._provenance, layers, forward_stream),
-            *(self._allocation, ranks, adapters, self._known),
+        super().__init__(params)
+        self._requests = own = KnownRequests(
+            *(self, service, layers, forward_stream, ranks, adapters)
         )
+        self.service, self.ranks, self.planner = service, ranks, own.planner
+        self._known, self._provenance, self._allocation = own.known, own.provenance, own.allocation
+        self._released: list[Known] = []
         service.describe_pool = self._describe_pool
-        self._saves = saves = WriteBack(self._requests, model)
+        self._saves = saves = WriteBack(own, model)
         self.sights = saves.sights
         self.weights = WeightWatch(
-            *(service, read_identity, self._set_aside, self._allocation.is_empty, ranks)
+            *(service, read_identity, self._set_aside, own.allocation.is_empty, ranks)
         )
         # What is locked is not freed, and a rank does not know which of all writes are purged.
         self.sweeps = Sweeps(self, None if ranks.alone else saves.give_all_up)
+        self.integrity = UNCHECKED
+        """The result of the last check, or that one is running."""
+        self._steps: Iterator[None] = iter(())
 
     def attach(self, scheduler: Any) -> None:
         """Begin to serve, for a scheduler that is complete."""
@@ -311,7 +302,8 @@ class ServedCache(UnifiedRadixCache):
         """Shut down gracefully: finish writes, and save what the next start should know."""
         super().release_host_resources()
         if self._serves:
-            self._serves, self._known = False, {}
+            self._serves = False
+            self._known.clear()
             self.service.close()
 
     def _set_aside(self) -> None:

@@ -66,8 +66,7 @@ class PaperWorld:
         )
         layers, model = PoolLayers(self.pool), torch.nn.Module()
         self.identity = IDENTITY
-        self.cache = PartCache(params)
-        self.cache.connect(self.runtime, model, layers, None, self.read_identity)
+        self.cache = PartCache(params, self.runtime, model, layers, None, self.read_identity)
         self.cache.attach(SimpleNamespace(waiting_queue=[]))
         self.prefill("stored", STORED)
         self.runtime.store.writes.drain()

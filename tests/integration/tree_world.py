@@ -143,12 +143,13 @@ class TreeWorld:
             enable_kv_cache_events=True,
             sliding_window_size=self.window,
         )
-        self.cache = ImpressTreeCache(params)
         shape = self.shape_with(layers)
         self.service = Service(self.config, shape, IDENTITY, torch.device("cpu"), tiny_model.HIDDEN)
+        self.cache = ImpressTreeCache(
+            params, self.service, self.model, layers, None, self.read_identity, ranks
+        )
         if self.config.blend != OFF:
             self.cache.loads_class = blends.BlendLoads
-        self.cache.connect(self.service, self.model, layers, None, self.read_identity, ranks)
         self.scheduler = SimpleNamespace(
             waiting_queue=[],
             running_batch=Batch(),
