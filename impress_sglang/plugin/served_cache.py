@@ -298,6 +298,11 @@ class ServedCache(UnifiedRadixCache):
     def _drop_plans(self) -> None:
         """Forget what is to be loaded."""
 
+    def rest(self) -> None:
+        """SGLang is idle: forget what it has ended, and tell the metrics."""
+        self._forget_ended()
+        self.service.tell_metrics(idle=True)
+
     def release_host_resources(self) -> None:
         """Shut down gracefully: finish writes, and save what the next start should know."""
         super().release_host_resources()
@@ -426,10 +431,10 @@ def around_policy(
 
 
 def before_idle(scheduler: Any, *_: Any, **__: Any) -> None:
-    """Wait a little for jobs, or tell the metrics: nothing else may happen for a long time."""
+    """Nothing else may happen for a long time."""
     cache = served_cache_of(scheduler.tree_cache)
-    if cache is not None and not (cache.loads is not None and cache.loads.rest()):
-        cache.service.tell_metrics(idle=True)
+    if cache is not None:
+        cache.rest()
 
 
 def after_cached_details(result: Any, streamer: Any, *_: Any, **__: Any) -> Any:

@@ -235,6 +235,11 @@ class ImpressTreeCache(ServedCache):
             self.loads.poll()
             self.service.tell_metrics()
 
+    def rest(self) -> None:
+        """See `ServedCache.rest`; wait a little for jobs, if there are any."""
+        if not self.loads.rest():
+            super().rest()
+
     def has_pending_cache_operations(self) -> bool:
         """Whether slots are being filled: SGLang neither flushes nor checks for leaks meanwhile."""
         return self._serves and self.loads.jobs.filling

@@ -108,6 +108,21 @@ def test_a_request_is_ended_if_its_prefix_cannot_be_loaded(world: PaperWorld, pa
     assert not world.ask("again", retention=part).host_hit_length
 
 
+def test_a_request_that_sglang_ends_without_saying_so_is_forgotten(world: PaperWorld) -> None:
+    """At the next pass, or when there is none."""
+    req = world.ask("r")
+    request = world.admit(req)
+    assert request is not None
+    world.load(request)
+    req.to_finish = object()
+    for queue, live in ([req], 1), ([], 0):
+        world.cache._scheduler.waiting_queue = queue
+        world.cache.on_release(req, checkpointed=False)
+        world.cache.rest()
+        assert world.cache.summary()["requests_live"] == live
+    assert not world.cache._private_tokens
+
+
 def test_a_request_does_without_what_cannot_be_opened(world: PaperWorld) -> None:
     req = world.ask("r")
     for path in world.runtime.config.ssd_path.glob("*/segments/*/*"):
