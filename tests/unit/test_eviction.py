@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from typing import Any
 
 import pytest
 
@@ -78,7 +79,10 @@ class History:
 
     def __init__(self, bench: Workbench, room: int) -> None:
         self.bench, self.lookahead = bench, LookAhead()
-        self.options = {"ssd_gb": gb(room * bench.one), "lookahead": self.lookahead}
+        self.options: dict[str, Any] = {
+            "ssd_gb": gb(room * bench.one),
+            "lookahead": self.lookahead,
+        }
         self.store: PartStore = bench.open(**self.options)
         self.named: set[str] = set()
         self.sources: list[PartSource] = []
