@@ -41,7 +41,7 @@ LONGEST = (
     *("test_real_model", "test_pools", "test_random", "test_jobs", "test_triton_backend"),
     *("test_blend", "test_windows", "test_hybrids", "test_stages", "test_examples"),
     *("test_exact", "test_families", "test_pages", "test_faults"),
-    *("test_pipeline", "test_unreadable", "test_weights"),
+    *("test_pipeline", "test_weights"),
     *("test_bits", "test_important_part", "test_reordering"),
 )
 # How a model is served in the randomised run.

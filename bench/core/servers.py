@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import requests
 
 from bench.core.session import BenchFailed, ReservedPort, step, work_folder
-from bench.core.zygote import ForkedProcess, Zygote
+from bench.core.zygote import Zygote
 
 # What is imported before a server starts: our file system and routes, rectangular attention, or
 # that and what HiCache needs on a CPU.
@@ -36,7 +36,9 @@ REORDER_SECONDS = 1200
 LOG_LINES_SHOWN = 20
 # Rows that SGLang keeps free beside a prompt's own.
 SPARE_TOKENS = 64
-_TROUBLE = ("Traceback (most recent call last)", "memory leak", "pool leak", "AssertionErr")
+# What a server never says, and what it may say when something was raised on purpose.
+BAD_WORDS = ("memory leak", "pool leak", "AssertionErr")
+TRACEBACK = "Traceback (most recent call last)"
 # SGLang asks itself to freeze its garbage collector, perhaps before it listens; nothing is lost.
 _HARMLESS = re.compile(r"post-warmup freeze_gc failed\nTraceback.*?(?=\n\[\d{4}-)", re.DOTALL)
 Step = Callable[[str], contextlib.AbstractContextManager[None]]
@@ -138,19 +140,26 @@ class Piece(NamedTuple):
     meta: Mapping[str, Any]
 
 
-class Server:
-    """A running server and what a benchmark asks of it; requests may come from any thread."""
+class RunningServer:
+    """A process that serves, and how it is talked to, from any thread."""
 
-    def __init__(self, process: ForkedProcess, port: int, log: Path) -> None:
-        self._process = process
-        self._log = log
+    ready_route = "/health"
+    """Says whether it takes requests."""
+
+    def __init__(self, process: Any, port: int, log: Path) -> None:
+        self.process = process
+        self.log = log
         self.url = f"http://127.0.0.1:{port}"
         self._local = threading.local()
 
     @property
     def pid(self) -> int:
         """Of the main process."""
-        return self._process.pid
+        return self.process.pid
+
+    def log_text(self) -> str:
+        """All of its log."""
+        return self.log.read_text(errors="replace")
 
     def wait_ready(self) -> None:
         """Wait until the server answers.
@@ -158,30 +167,10 @@ class Server:
         Raises:
             BenchFailed: it ended, or did not answer in time; with the end of its log.
         """
-        if not _wait(START_SECONDS, lambda: self._is_ready() or not self._process.alive()):
+        if not _wait(START_SECONDS, lambda: self._is_ready() or not self.process.alive()):
             raise BenchFailed(f"no answer from a server in {START_SECONDS} s{self._log_end()}")
-        if not self._process.alive():
+        if not self.process.alive():
             raise BenchFailed(f"a server ended while it started{self._log_end()}")
-
-    def generate(
-        self,
-        tokens: Sequence[int],
-        new_tokens: int = 1,
-        *,
-        custom: Mapping[str, Any] | None = None,
-        **fields: Any,
-    ) -> dict[str, Any]:
-        """Greedy generation of so many tokens; `custom` are the request's `custom_params`.
-
-        Raises:
-            BenchFailed: the request failed.
-        """
-        body = body_of(tokens, new_tokens, custom) | fields
-        answer: dict[str, Any] = self.request("POST", "/generate", json=body).json()
-        reason = answer["meta_info"]["finish_reason"] or {}
-        if reason.get("type") != "length":
-            raise BenchFailed(f"a request did not finish: {reason}")
-        return answer
 
     def stream(
         self, tokens: Sequence[int], new_tokens: int, custom: Mapping[str, Any] | None = None
@@ -205,6 +194,98 @@ class Server:
                 raise BenchFailed(f"a stream broke off: {error}{self._log_end()}") from error
         if count != new_tokens:
             raise BenchFailed(f"a stream ended after {count} of {new_tokens} tokens")
+
+    def flush(self) -> None:
+        """Empty the device pool, once all writes to SSD are done."""
+        self.request("POST", "/flush_cache", params={"timeout": 60})
+
+    def emulate_ssd(self, mbps: float) -> None:
+        """Slow reads from SSD down from now on; 0 for as fast as they are."""
+        self.request("POST", "/bench/ssd_mbps", json={"mbps": mbps})
+
+    def check_log(self, since: int = 0) -> None:
+        """Raise if the log tells of an exception or a leak, from a character on.
+
+        Raises:
+            BenchFailed: it does.
+        """
+        lines = _HARMLESS.sub("", self.log_text()[since:]).splitlines()
+        words = (*BAD_WORDS, TRACEBACK)
+        told = [i for i, line in enumerate(lines) if any(word in line for word in words)]
+        if told:
+            first = "\n".join(line[:300] for line in lines[told[0] : told[0] + LOG_LINES_SHOWN])
+            raise BenchFailed(f"a server was in trouble:\n{first}{self._log_end()}")
+
+    def stop(self) -> None:
+        """Let the server finish its writes and close its store."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
+        _wait(STOP_SECONDS, lambda: not self.process.alive())
+
+    def kill(self) -> None:
+        """End the server and all that it started, at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        _wait(STOP_SECONDS, lambda: not self.process.alive())
+
+    def request(
+        self, method: str, path: str, *, timeout: float = REQUEST_SECONDS, **how: Any
+    ) -> requests.Response:
+        """A request to any of its routes, as `requests` takes it.
+
+        Raises:
+            BenchFailed: it was refused, or there was no answer.
+        """
+        try:
+            response = self._session.request(method, self.url + path, timeout=timeout, **how)
+            response.raise_for_status()
+        except requests.RequestException as error:
+            raise BenchFailed(f"{method} {path} failed: {error}{self._log_end()}") from error
+        return response
+
+    @property
+    def _session(self) -> requests.Session:
+        """One for each thread."""
+        if not hasattr(self._local, "session"):
+            self._local.session = requests.Session()
+            # A proxy of the environment does not know this machine's loopback.
+            self._local.session.trust_env = False
+        session: requests.Session = self._local.session
+        return session
+
+    def _is_ready(self) -> bool:
+        try:
+            return bool(self._session.get(f"{self.url}{self.ready_route}", timeout=30).ok)
+        except requests.RequestException:
+            return False
+
+    def _log_end(self) -> str:
+        lines = self.log_text().splitlines()[-LOG_LINES_SHOWN:]
+        return "; the end of its log:\n" + "\n".join(line[:300] for line in lines)
+
+
+class Server(RunningServer):
+    """What a benchmark asks of a server."""
+
+    def generate(
+        self,
+        tokens: Sequence[int],
+        new_tokens: int = 1,
+        *,
+        custom: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> dict[str, Any]:
+        """Greedy generation of so many tokens; `custom` are the request's `custom_params`.
+
+        Raises:
+            BenchFailed: the request failed.
+        """
+        body = body_of(tokens, new_tokens, custom) | fields
+        answer: dict[str, Any] = self.request("POST", "/generate", json=body).json()
+        reason = answer["meta_info"]["finish_reason"] or {}
+        if reason.get("type") != "length":
+            raise BenchFailed(f"a request did not finish: {reason}")
+        return answer
 
     def generate_together(
         self,
@@ -237,10 +318,6 @@ class Server:
         stats: dict[str, Any] = self.request("GET", "/impress/stats").json()
         return stats
 
-    def flush(self) -> None:
-        """Empty the device pool, once all writes to SSD are done."""
-        self.request("POST", "/flush_cache", params={"timeout": 60})
-
     def reorder(self) -> None:
         """Reorder the stored prefixes now, and wait until that is done.
 
@@ -250,70 +327,6 @@ class Server:
         self.request("POST", "/bench/reorder")
         if not _wait(REORDER_SECONDS, lambda: not self.stats()["reorder"]["pending"]):
             raise BenchFailed(f"reordering took more than {REORDER_SECONDS} s")
-
-    def emulate_ssd(self, mbps: float) -> None:
-        """Slow reads from SSD down from now on; 0 for as fast as they are."""
-        self.request("POST", "/bench/ssd_mbps", json={"mbps": mbps})
-
-    def check_log(self) -> None:
-        """Raise if the log tells of an exception or a leak.
-
-        Raises:
-            BenchFailed: it does.
-        """
-        text = _HARMLESS.sub("", self._log.read_text(errors="replace"))
-        lines = text.splitlines()
-        told = [i for i, line in enumerate(lines) if any(word in line for word in _TROUBLE)]
-        if told:
-            first = "\n".join(line[:300] for line in lines[told[0] : told[0] + LOG_LINES_SHOWN])
-            raise BenchFailed(f"a server was in trouble:\n{first}{self._log_end()}")
-
-    def stop(self) -> None:
-        """Let the server finish its writes and close its store."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process.pid, signal.SIGTERM)
-        _wait(STOP_SECONDS, lambda: not self._process.alive())
-
-    def kill(self) -> None:
-        """End the server and all that it started, at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        _wait(STOP_SECONDS, lambda: not self._process.alive())
-
-    def request(
-        self, method: str, path: str, *, timeout: float = REQUEST_SECONDS, **how: Any
-    ) -> requests.Response:
-        """A request to any of its routes, as `requests` takes it.
-
-        Raises:
-            BenchFailed: it was refused, or there was no answer.
-        """
-        try:
-            response = self._session.request(method, self.url + path, timeout=timeout, **how)
-            response.raise_for_status()
-        except requests.RequestException as error:
-            raise BenchFailed(f"{method} {path} failed: {error}{self._log_end()}") from error
-        return response
-
-    @property
-    def _session(self) -> requests.Session:
-        """One for each thread."""
-        if not hasattr(self._local, "session"):
-            self._local.session = requests.Session()
-            # A proxy of the environment does not know this machine's loopback.
-            self._local.session.trust_env = False
-        session: requests.Session = self._local.session
-        return session
-
-    def _is_ready(self) -> bool:
-        try:
-            return bool(self._session.get(f"{self.url}/health", timeout=30).ok)
-        except requests.RequestException:
-            return False
-
-    def _log_end(self) -> str:
-        lines = self._log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
-        return "; the end of its log:\n" + "\n".join(line[:300] for line in lines)
 
 
 def body_of(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
+
+from tests.serving.harness import Server
 
 Answer = dict[str, Any]
 
@@ -25,6 +28,21 @@ def logprob_distance(left: Answer, right: Answer) -> float:
         strict=True,
     )
     return max(abs(a[0] - b[0]) for a, b in pairs)
+
+
+def assert_as_stock(server: Server, stock: Server, prompt: list[int], path: str = "ssd") -> None:
+    """A prompt's prefix comes from there, and the answer is right."""
+    expected, answer = (
+        own.generate([*prompt, 5, 6, 7], 4, return_logprob=True) for own in (stock, server)
+    )
+    assert report(answer)["path"] == path, report(answer)["why"]
+    assert_same([expected], [answer], 1e-4)
+
+
+def gaps_between(arrivals: Sequence[float], since: float, until: float) -> list[float]:
+    """Of what arrives in a time, as long as anything does."""
+    ends = since, *(at for at in arrivals if since <= at <= until), min(until, arrivals[-1])
+    return [after - before for before, after in itertools.pairwise(ends)]
 
 
 def paths(answers: Sequence[Answer]) -> list[str]:

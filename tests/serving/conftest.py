@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from tests.serving.harness import Server, Zygote, running
+from tests.serving.harness import STOCK, Server, Zygote, running
 from tests.serving.tiny_models import make_model
 
 # All is tight: the pool, chunks of prefill, and no overlap of passes and scheduling.
@@ -46,32 +46,9 @@ def tiny_llama(workdir: Path) -> Path:
 @pytest.fixture(scope="session")
 def stock(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
     """Stock SGLang with rectangular attention; the reference of every equality."""
-    with running(
-        tiny_llama,
-        workdir / "stock.log",
-        *TINY_FLAGS,
-        "--max-total-tokens=60000",
-        zygote=zygote,
-        stock=True,
-    ) as server:
+    log = workdir / "stock.log"
+    with running(tiny_llama, log, *TINY_FLAGS, zygote=zygote, preload=STOCK) as server:
         yield server
-
-
-def impress_flags(store: Path, *flags: str, words: bool = False) -> tuple[str, ...]:
-    """`words`: whether the model has a tokenizer."""
-    return (
-        *(own for own in TINY_FLAGS if not (words and own == WORDLESS)),
-        "--enable-impress",
-        "--impress-keep=both",
-        "--impress-write-after=1",
-        "--impress-load=always",
-        "--impress-min-prefix-tokens=64",
-        # Which are taken at the start.
-        "--impress-device-gb=0.1",
-        "--impress-host-gb=0.2",
-        f"--impress-ssd-dir={store}",
-        *flags,
-    )
 
 
 class Serve(Protocol):
@@ -84,15 +61,37 @@ class Serve(Protocol):
 
 @pytest.fixture(scope="session")
 def serve(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Serve:
-    """With a store and a log of this name; in the end nothing has gone wrong."""
+    """With a log of this name, and a store, also another server's; in the end nothing has gone
+    wrong, unless it may. `words`: whether the model has a tokenizer."""
 
     @contextlib.contextmanager
-    def start(name: str, *flags: str, model: Path | None = None, **how: Any) -> Iterator[Server]:
-        own = impress_flags(workdir / f"store-{name}", *flags)
+    def start(
+        name: str,
+        *flags: str,
+        model: Path | None = None,
+        store: str | None = None,
+        words: bool = False,
+        quiet: bool = True,
+        **how: Any,
+    ) -> Iterator[Server]:
+        own = (
+            *(flag for flag in TINY_FLAGS if not (words and flag == WORDLESS)),
+            "--enable-impress",
+            "--impress-keep=both",
+            "--impress-write-after=1",
+            "--impress-load=always",
+            "--impress-min-prefix-tokens=64",
+            # Which are taken at the start.
+            "--impress-device-gb=0.1",
+            "--impress-host-gb=0.2",
+            f"--impress-ssd-dir={workdir / f'store-{store or name}'}",
+            *flags,
+        )
         log = workdir / f"{name}.log"
         with running(model or tiny_llama, log, *own, zygote=zygote, **how) as server:
             yield server
-            server.assert_quiet()
+            if quiet:
+                server.assert_quiet()
 
     return start
 

@@ -5,22 +5,23 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.core.session import ReservedPort
-from bench.core.zygote import TELL_WHERE
+from bench.core import servers
+from bench.core.servers import REQUEST_SECONDS, TRACEBACK, RunningServer
+from bench.core.session import BenchFailed, ReservedPort
+from bench.core.zygote import TELL_WHERE, ForkedProcess
 from bench.core.zygote import Zygote as ZygoteProcess
 from impress_sglang.serving.metrics import COUNTERS, GAUGES, PREFIX
 from tests.fault_control import CONTROL_VARIABLE, FaultControl
@@ -28,8 +29,7 @@ from tests.serving.tiny_models import random_tokens
 from tests.unit.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
-STOCK = "bench.core.stock_server"
-BENCH = "bench.core.server"
+BENCH, STOCK = servers.OURS, servers.STOCK
 FAULTY = "tests.serving.faulty_server"
 PLAIN_ATTENTION = "tests.serving.plain_attention_server"
 SLOW_BLENDS = "tests.serving.slow_blend_server"
@@ -47,14 +47,9 @@ SCRIPT = "tests.serving.script"
 SCRIPT_VARIABLE, ARGUMENTS_VARIABLE = "TESTS_SCRIPT", "TESTS_SCRIPT_ARGUMENTS"
 ENDED = "ended with status "
 LABELS = {label for own in (*COUNTERS, *GAUGES) for label in own.labels}
-# What a server never says, and what it may say when something was raised on purpose.
-BAD_WORDS = ("memory leak", "pool leak", "AssertionErr")
-TRACEBACK = "Traceback (most recent call last)"
 RANKS = {"cache_type", "tp_rank", "pp_rank", "dp_rank"}
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}
 SCRIPT_TIMEOUT_S = 300
-START_TIMEOUT_S = 240
-REQUEST_TIMEOUT_S = 600
 
 USUAL_FLAGS = (
     # Unless a test says otherwise: SGLang would take most of the machine's memory for its pool.
@@ -87,23 +82,11 @@ def place_flags() -> tuple[str, ...]:
     return (*flags, *CUDA_FLAGS) if on_cuda() else flags
 
 
-class Process(Protocol):
-    """A server's main process, which leads its own process group."""
-
-    pid: int
-
-    def alive(self) -> bool: ...
-
-
-class LaunchedProcess:
-    """A child of this process."""
-
-    def __init__(self, child: subprocess.Popen[bytes]) -> None:
-        self._child = child
-        self.pid = child.pid
+class LaunchedProcess(subprocess.Popen[bytes]):
+    """The command that users type, in a process group of its own."""
 
     def alive(self) -> bool:
-        return self._child.poll() is None
+        return self.poll() is None
 
 
 class Zygote(ZygoteProcess):
@@ -131,24 +114,27 @@ class Zygote(ZygoteProcess):
         return told
 
 
-class Server:
-    """A running server and its HTTP interface."""
+class Server(RunningServer):
+    """What tests ask of a server."""
 
-    def __init__(self, process: Process, port: ReservedPort, log: Path) -> None:
-        self.process = process
-        self.port = port.number
-        self._reserved = port
-        self.log = log
+    ready_route = "/ready"
+
+    def __init__(self, process: ForkedProcess | LaunchedProcess, port: int, log: Path) -> None:
+        super().__init__(process, port, log)
+        self.port = port
         # Whether requests run without being taken out and put back.
         self.is_calm = True
         self._forgiven = 0
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+    def wait_ready(self) -> None:
+        try:
+            super().wait_ready()
+        except BenchFailed:
+            self.tell_where()
+            raise
 
     def post(self, path: str, **body: Any) -> requests.Response:
-        return requests.post(self.url + path, json=body, timeout=REQUEST_TIMEOUT_S)
+        return requests.post(self.url + path, json=body, timeout=REQUEST_SECONDS)
 
     def ask(
         self, input_ids: Sequence[int], max_new_tokens: int = 8, **fields: Any
@@ -176,29 +162,22 @@ class Server:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda ids: self.generate(ids, max_new_tokens, **fields), prompts))
 
-    def flush(self) -> None:
-        """Empty the device pool; what is being written to SSD is waited for."""
-        deadline = time.monotonic() + 60
-        while not self.post("/flush_cache").ok:
-            # SGLang refuses while a request is under way.
-            assert time.monotonic() < deadline, "flush_cache kept failing"
-            time.sleep(0.2)
-
     def stats(self) -> dict[str, Any]:
         """With the result of a check now."""
         self.post("/impress/check").raise_for_status()
         stats: dict[str, Any] = requests.get(self.url + "/impress/stats", timeout=60).json()
         return stats
 
-    def log_text(self) -> str:
-        return self.log.read_text(errors="replace")
+    def stored(self, prompt: Sequence[int]) -> int:
+        """How many tokens of a prompt are stored."""
+        answer = self.post("/impress/why", input_ids=[*prompt])
+        answer.raise_for_status()
+        return int(answer.json()["stored_tokens"])
 
     def assert_quiet(self) -> None:
         """No memory leak report, no exception, and still alive."""
-        text = self.log_text()[self._forgiven :]
-        for word in (*BAD_WORDS, TRACEBACK):
-            assert word not in text, tail(text)
-        assert self.process.alive(), tail(text)
+        self.check_log(self._forgiven)
+        assert self.process.alive(), tail(self.log_text())
 
     def forgive(self, error: str) -> None:
         """Each exception that the log has so far is this one, which was raised on purpose."""
@@ -245,36 +224,16 @@ class Server:
             for own in asked:
                 own.result(120)
 
-    def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
-        """End the server and all that it started, and wait for it.
-
-        A polite signal goes to the main process, which ends its children itself.
-        """
-        group = self.process.pid
-        with contextlib.suppress(ProcessLookupError):
-            (os.killpg if how == signal.SIGKILL else os.kill)(group, how)
-        self._wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
-        assert self._wait(30), "a killed server does not end"
-        self._reserved.close()
-
     def tell_where(self) -> None:
         """Have all threads of all its processes written to the log, if it was forked."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, TELL_WHERE)
+            os.killpg(self.pid, TELL_WHERE)
         time.sleep(1)
-
-    def _wait(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while self.process.alive() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return not self.process.alive()
 
 
 def schedulers_of(server: Server) -> list[psutil.Process]:
     """The processes of a server that have a model and a store, in the order of their ranks."""
-    children = psutil.Process(server.process.pid).children(recursive=True)
+    children = psutil.Process(server.pid).children(recursive=True)
     found = {own: " ".join(own.cmdline()) for own in children}
     return sorted(
         (own for own, title in found.items() if title.startswith("sglang::scheduler")),
@@ -311,33 +270,30 @@ def server_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     }
 
 
-def launch(
+@contextlib.contextmanager
+def running(
     model: Path,
     log: Path,
     *flags: str,
     zygote: Zygote | None,
-    stock: bool = False,
-    bench: bool = False,
+    waits: bool = True,
     faults: FaultControl | None = None,
     retracts: bool = False,
     preload: str | None = None,
     ranks: int = 1,
     stages: int = 1,
     replicas: int = 1,
-    environment: dict[str, str] | None = None,
-) -> Server:
-    """Start a server without waiting for it: forked, or by the real command if there is no zygote.
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
+    """A server for the time of a `with` block: forked, or by the real command without a zygote.
 
-    `stock` is the one to compare with, `bench` one that can be slowed down and commanded, one that
-    `retracts` takes requests out and puts them back all the time, `preload` a module that makes
-    another one, `ranks` share its heads, `stages` its layers, `replicas` its requests; all of these
-    are forked.
+    `waits`: until it has warmed up. `preload` is a module that makes another server of it, with
+    `faults` its disk fails, one that `retracts` takes requests out and puts them back all the time,
+    `ranks` share its heads, `stages` its layers, `replicas` its requests.
     """
-    assert not (stock and faults), "stock has no store"
-    port = ReservedPort()
-    argv = [f"--model-path={model}", f"--port={port.number}", *USUAL_FLAGS, *place_flags(), *flags]
-    preload = STOCK if stock else BENCH if bench else RETRACTING if retracts else preload
-    own = {**(environment or {}), **(RETRACT if retracts else {})}
+    if retracts and preload is None:
+        preload = RETRACTING
+    own, more = {**(environment or {}), **(RETRACT if retracts else {})}, list[str]()
     if faults is not None:
         # Which retracts as well, as those do that have faults and something else.
         preload = FAULTY if preload in (None, RETRACTING) else preload
@@ -346,46 +302,30 @@ def launch(
         # Which has faults and retracts as well, and what else a server is.
         own[ALSO] = preload or ""
         preload = RANKED
-        argv += [f"--tp-size={ranks}", f"--pp-size={stages}", f"--dp-size={replicas}"]
+        more = [f"--tp-size={ranks}", f"--pp-size={stages}", f"--dp-size={replicas}"]
         cores = (str(number % 2) for number in range(ranks * stages * replicas))
         own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(cores)
-    if zygote is not None:
-        process = zygote.fork(argv, log, preload=preload, environment=own)
-        return Server(process, port, log)
-    assert preload is None
-    with log.open("wb") as output:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "sglang.launch_server", *argv],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=server_environment(),
-            cwd=ROOT,
-            start_new_session=True,
-        )
-    return Server(LaunchedProcess(child), port, log)
-
-
-def wait_until_ready(server: Server) -> Server:
-    """Wait until the server has warmed up; its last words if it dies."""
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        assert server.process.alive(), tail(server.log_text())
-        with contextlib.suppress(requests.RequestException):
-            if requests.get(server.url + "/ready", timeout=5).ok:
-                return server
-        time.sleep(0.1)
-    server.tell_where()
-    server.stop(signal.SIGKILL)
-    raise AssertionError(f"server did not start:\n{tail(server.log_text(), 300)}")
-
-
-@contextlib.contextmanager
-def running(
-    model: Path, log: Path, *flags: str, zygote: Zygote | None, **how: Any
-) -> Iterator[Server]:
-    """A server for the time of a `with` block; see `launch`."""
-    server = launch(model, log, *flags, zygote=zygote, **how)
-    try:
-        yield wait_until_ready(server)
-    finally:
-        server.stop()
+    with contextlib.closing(ReservedPort()) as port:
+        argv = [f"--model-path={model}", f"--port={port.number}", *USUAL_FLAGS, *place_flags()]
+        argv += [*flags, *more]
+        process: ForkedProcess | LaunchedProcess
+        if zygote is not None:
+            process = zygote.fork(argv, log, preload=preload, environment=own)
+        else:
+            process = LaunchedProcess(
+                [sys.executable, "-m", "sglang.launch_server", *argv],
+                stdout=log.open("wb"),
+                stderr=subprocess.STDOUT,
+                env=server_environment(),
+                cwd=ROOT,
+                start_new_session=True,
+            )
+        server = Server(process, port.number, log)
+        try:
+            if waits:
+                server.wait_ready()
+            yield server
+        finally:
+            server.stop()
+            server.kill()
+            assert not process.alive(), "a killed server does not end"

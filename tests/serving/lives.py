@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import random
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -15,13 +14,12 @@ from typing import Any
 
 import psutil
 
+from bench.core.servers import BAD_WORDS, TRACEBACK
 from tests.damage import put_back, take_away
 from tests.fault_control import FaultControl
 from tests.faults import INDEX, READS, Rule, dead_disk, read_only
 from tests.serving.clients import ENDED_IN_PASS, PART, Client
 from tests.serving.harness import (
-    BAD_WORDS,
-    TRACEBACK,
     Server,
     Zygote,
     metrics_of,
@@ -189,7 +187,7 @@ class Lives:
             life = Life(self, server, setting, chance)
             self.world.retracts = setting.retracts
             try:
-                with self.watch.life(server.process.pid):
+                with self.watch.life(server.pid):
                     life.run(seconds, f"{self.seed} {number}")
             finally:
                 self.control.set()
@@ -413,7 +411,7 @@ class Life:
                 time.sleep(self._chance.uniform(0, 2))
             for client in clients:
                 client.stopped.set()
-            self._server.stop(signal.SIGKILL)
+            self._server.kill()
             for client in clients:
                 client.join()
         self._world.count("killed")

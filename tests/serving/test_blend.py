@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import requests
 
-from tests.serving.compare import Answer, assert_same, logprob_distance, report
+from bench.traffic.clients import Stream
+from tests.serving.compare import Answer, assert_same, gaps_between, logprob_distance, report
 from tests.serving.conftest import CRAMPED, Serve
 from tests.serving.damage import flip_code, segment_of
 from tests.serving.harness import SLOW_BLENDS, Server
 from tests.serving.tiny_models import random_tokens
-from tests.unit.waiting import wait_until
 
 TOLERANCE = 1e-4
 # All tokens are computed again, but not by way of SGLang's own pass.
@@ -206,57 +203,20 @@ def slow(serve: Serve) -> Iterator[Server]:
         server.assert_whole()
 
 
-class Stream:
-    """The answer to another client, as it comes."""
-
-    def __init__(self, server: Server, prompt: list[int], tokens: int, **fields: Any) -> None:
-        self.arrivals: list[float] = []
-        self.texts: list[Any] = []
-        self._server = server
-        self._body = {
-            "input_ids": prompt,
-            "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
-            "stream": True,
-            **fields,
-        }
-        self._thread = threading.Thread(target=self._read)
-
-    def _read(self) -> None:
-        url = f"{self._server.url}/generate"
-        with requests.post(url, json=self._body, stream=True, timeout=300) as response:
-            for line in response.iter_lines():
-                if line.startswith(b"data: {"):
-                    self.arrivals.append(time.monotonic())
-                    self.texts.append(json.loads(line[6:]))
-
-    def __enter__(self) -> Stream:
-        self._thread.start()
-        wait_until(lambda: len(self.arrivals) > 5, 60)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.join(300)
-
-    def gaps(self, since: float, until: float) -> list[float]:
-        """Between arrivals in a time, as long as there are any."""
-        own = [at for at in self.arrivals if since <= at <= until]
-        gaps: list[float] = np.diff([since, *own, min(until, self.arrivals[-1])]).tolist()
-        return gaps
-
-
 def test_others_go_on_while_a_blend_is_computed(slow: Server) -> None:
     """A block runs between two of their tokens: no gap is longer than a few blocks of dozens."""
     own = documents(20, 600, 600)
     store(slow, joined(own, [0, 1], 1))
     prompt = joined(own, [1, 0], 3)
-    with Stream(slow, random_tokens(40, seed=5), 500) as other:
-        began = time.monotonic()
-        told = report(slow.generate(prompt, 1, **asking(0.5, impress_store=False)))
-        ended = time.monotonic()
+    other = Stream(slow, random_tokens(40, seed=5), 500)
+    other.wait(6)
+    began = time.perf_counter()
+    told = report(slow.generate(prompt, 1, **asking(0.5, impress_store=False)))
+    ended = time.perf_counter()
     assert told["why"]["reason"] == "blended" and told["blended_tokens"] == 1200 - 11
     blocks = 1200 // 32
     assert ended - began > blocks * 0.05
-    gaps = other.gaps(began, ended)
+    gaps = gaps_between([own.at for own in other.join()], began, ended)
     assert len(gaps) > blocks / 2, "somebody waited for several blocks"
     assert max(gaps) < (ended - began) / 5, sorted(gaps)[-5:]
 
@@ -267,7 +227,7 @@ def test_who_goes_away_leaves_a_blend_at_once(slow: Server, phase: str) -> None:
     own = documents(22 + (phase == "read"), 900, 900)
     store(slow, joined(own, [0, 1], 1))
     prompt = joined(own, [1, 0], 3)
-    slow.post("/bench/ssd_mbps", mbps=0.05 if phase == "read" else 0).raise_for_status()
+    slow.emulate_ssd(0.05 if phase == "read" else 0)
     with ThreadPoolExecutor(1) as pool:
         gone = pool.submit(slow.ask, prompt, 400, rid="gone", **asking(0.5))
         time.sleep(0.7)
@@ -280,7 +240,7 @@ def test_who_goes_away_leaves_a_blend_at_once(slow: Server, phase: str) -> None:
         assert time.monotonic() - began < 10 * 0.05 * 1800 / 32 / 4
     meta = answer.json().get("meta_info")
     assert meta is None or meta["finish_reason"]["type"] == "abort"
-    slow.post("/bench/ssd_mbps", mbps=0).raise_for_status()
+    slow.emulate_ssd(0)
     slow.assert_whole()
     told = report(slow.generate(prompt, 1, **asking(0.0, impress_store=False)))
     assert told["why"]["reason"] == "blended"

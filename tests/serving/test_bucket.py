@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +14,9 @@ import pytest
 from bench.core.object_store import BUCKET, Proxy, credentials, seaweed, weed
 from impress_sglang.config import ImpressConfig
 from impress_sglang.store.bucket import open_bucket
-from tests.serving.compare import assert_same, report
-from tests.serving.conftest import impress_flags
-from tests.serving.harness import Server, Zygote, launch, running, wait_until_ready
+from tests.serving.compare import assert_as_stock, report
+from tests.serving.conftest import Serve
+from tests.serving.harness import Server
 from tests.serving.test_ranks import MANY
 from tests.serving.tiny_models import random_tokens
 from tests.unit.waiting import wait_until
@@ -41,41 +41,25 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
         proxy.close()
 
 
-def assert_answer(server: Server, prompt: list[int], stock: Server, path: str) -> None:
-    answer = server.generate([*prompt, 5, 6, 7], 4, return_logprob=True)
-    assert report(answer)["path"] == path, report(answer)
-    expected = stock.generate([*prompt, 5, 6, 7], 4, return_logprob=True)
-    assert_same([expected], [answer], 1e-4)
-
-
 def until_stored(server: Server, prompt: list[int], stored: bool = True) -> None:
-    def is_so() -> bool:
-        answer = server.post("/impress/why", input_ids=prompt)
-        answer.raise_for_status()
-        return bool(answer.json()["stored_tokens"]) == stored
-
-    wait_until(is_so, 10)
+    wait_until(lambda: bool(server.stored(prompt)) == stored, 10)
 
 
 def test_three_lives_on_one_bucket(
-    workdir: Path, tiny_llama: Path, zygote: Zygote, stock: Server, proxy: Proxy
+    workdir: Path, serve: Serve, stock: Server, proxy: Proxy
 ) -> None:
-    servers = list[Server]()
-
-    def start(name: str) -> Server:
-        flags = impress_flags(workdir / f"store-s3-{name}", *FLAGS)
-        log = workdir / f"s3-{name}-{len(servers)}.log"
-        own = credentials(proxy.port)
-        servers.append(launch(tiny_llama, log, *flags, zygote=zygote, environment=own))
-        return servers[-1]
+    how: dict[str, Any] = {"environment": credentials(proxy.port), "waits": False, "quiet": False}
 
     def objects() -> int:
         return int(first.stats()["store"]["bucket"]["sent"])
 
-    first, second = start("a"), start("b")
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: setattr(proxy, "fault", lambda asked: ""))
+        first, second = (
+            stack.enter_context(serve(f"s3-{name}", *FLAGS, **how)) for name in ("a", "b")
+        )
         for server in (first, second):
-            wait_until_ready(server)
+            server.wait_ready()
         prompts = [random_tokens(600, seed=seed) for seed in range(171, 176)]
         first.store_prompts(*prompts[:3])
         wait_until(lambda: objects() == 3, 20)
@@ -84,7 +68,7 @@ def test_three_lives_on_one_bucket(
         proxy.fault = lambda asked: "0.05s"
         for prompt in prompts[:2]:
             until_stored(second, prompt)
-            assert_answer(second, prompt, stock, "ssd")
+            assert_as_stock(second, stock, prompt)
         proxy.fault = lambda asked: ""
         reads = proxy.reads()
         assert max(own.together for own in reads) >= 3
@@ -92,12 +76,12 @@ def test_three_lives_on_one_bucket(
         assert sizes[len(sizes) // 2] >= ENOUGH_BYTES
         wait_until(lambda: second.stats()["store"]["used_bytes"] > 0, 10)
         # A directory is lost with its server.
-        first.stop(signal.SIGKILL)
+        first.kill()
         shutil.rmtree(workdir / "store-s3-a")
-        first = start("a")
-        wait_until_ready(first)
+        first = stack.enter_context(serve("s3-a", *FLAGS, **how))
+        first.wait_ready()
         until_stored(first, prompts[2])
-        assert_answer(first, prompts[2], stock, "ssd")
+        assert_as_stock(first, stock, prompts[2])
         # A purge reaches the bucket and the others.
         second.post("/impress/purge", input_ids=prompts[1]).raise_for_status()
         for server in (first, second):
@@ -106,28 +90,23 @@ def test_three_lives_on_one_bucket(
         until_stored(second, prompts[2])
         proxy.fault = lambda asked: "hang"
         began = time.monotonic()
-        assert_answer(second, prompts[2], stock, "computed")
+        assert_as_stock(second, stock, prompts[2], "computed")
         assert time.monotonic() - began < 20
         second.flush()
-        assert_answer(second, prompts[0], stock, "ssd")
+        assert_as_stock(second, stock, prompts[0])
         second.store_prompts(prompts[4])
-        assert_answer(second, prompts[4], stock, "ssd")
+        assert_as_stock(second, stock, prompts[4])
         # It answers again: what was stored meanwhile arrives.
         proxy.fault = lambda asked: ""
         until_stored(first, prompts[4])
-        assert_answer(first, prompts[4], stock, "ssd")
+        assert_as_stock(first, stock, prompts[4])
         for server in (first, second):
             server.assert_quiet()
-    finally:
-        proxy.fault = lambda asked: ""
-        for server in servers:
-            server.stop()
 
 
 def test_two_ranks_have_objects_of_their_own(
     workdir: Path,
-    tiny_llama: Path,
-    zygote: Zygote,
+    serve: Serve,
     stock: Server,
     proxy: Proxy,
     request: pytest.FixtureRequest,
@@ -136,23 +115,23 @@ def test_two_ranks_have_objects_of_their_own(
     """Those of the next server find them, when all else is lost."""
     if request.config.getoption("--rank-requests") < MANY:
         pytest.skip("it takes long, with --rank-requests 100")
-    how: dict[str, Any] = {"environment": credentials(proxy.port), "zygote": zygote, "ranks": 2}
+    how: dict[str, Any] = {"environment": credentials(proxy.port), "ranks": 2}
     for name, value in how["environment"].items():
         monkeypatch.setenv(name, value)
     url, prompts = f"s3://{BUCKET}/ranks", [random_tokens(600, seed=seed) for seed in (181, 182)]
-    flags = impress_flags(workdir / "store-s3-ranks", *FLAGS, f"--impress-store={url}")
+    flags = (*FLAGS, f"--impress-store={url}")
     bucket = open_bucket(ImpressConfig(ssd_dir="kv", store=url))
     assert bucket is not None
 
     def put() -> list[str]:
         return [name.split("/")[0] for name in bucket.list("") if name.endswith(".kv")]
 
-    with running(tiny_llama, workdir / "s3-ranks-first.log", *flags, **how) as server:
+    with serve("s3-ranks", *flags, **how) as server:
         server.store_prompts(*prompts)
         wait_until(lambda: len(put()) == 4, 20)
         assert len(set(put())) == 2
     shutil.rmtree(workdir / "store-s3-ranks")
-    with running(tiny_llama, workdir / "s3-ranks-second.log", *flags, **how) as server:
+    with serve("s3-ranks", *flags, **how) as server:
 
         def is_loaded() -> bool:
             server.flush()
@@ -163,5 +142,4 @@ def test_two_ranks_have_objects_of_their_own(
         wait_until(is_loaded, 20)
         server.flush()
         for prompt in prompts:
-            assert_answer(server, prompt, stock, "ssd")
-        server.assert_quiet()
+            assert_as_stock(server, stock, prompt)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from demo.model import model_path
-from tests.serving.conftest import impress_flags
-from tests.serving.harness import ROOT, Server, Zygote, running, tail
+from tests.serving.conftest import Serve
+from tests.serving.harness import ROOT, Server, Zygote, tail
 from tests.serving.tiny_models import make_model
 from tests.serving.tiny_tokenizer import add_tokenizer
 
@@ -32,10 +32,10 @@ def model(request: pytest.FixtureRequest, workdir: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, workdir: Path, zygote: Zygote) -> Iterator[Server]:
-    flags = impress_flags(workdir / "store-examples", "--enable-cache-report", words=True)
+def server(model: Path, serve: Serve) -> Iterator[Server]:
     blends = ("--impress-blend=0.15", "--impress-blend-min-tokens=128")
-    with running(model, workdir / "examples.log", *flags, *blends, zygote=zygote) as server:
+    flags = ("--enable-cache-report", *blends)
+    with serve("examples", *flags, model=model, words=True) as server:
         yield server
         server.assert_whole()
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from bench.core.servers import BAD_WORDS
 from tests import damage
 from tests.fault_control import FaultControl
 from tests.faults import Rule, read_only
 from tests.serving.compare import assert_same, report
-from tests.serving.conftest import impress_flags
-from tests.serving.damage import flip_value
-from tests.serving.harness import BAD_WORDS, Server, Zygote, running
+from tests.serving.conftest import CRAMPED, Serve
+from tests.serving.damage import flip_value, store_damaged
+from tests.serving.harness import Server
 from tests.serving.tiny_models import random_tokens
 from tests.unit.waiting import wait_until
 
@@ -36,8 +37,8 @@ class Bench:
     store: Path
     answers: dict[tuple[int, ...], dict[str, Any]] = dataclasses.field(default_factory=dict)
 
-    def new_prompt(self) -> list[int]:
-        prompt = random_tokens(TOKENS, seed=7000 + len(self.answers))
+    def new_prompt(self, length: int = TOKENS) -> list[int]:
+        prompt = random_tokens(length, seed=7000 + len(self.answers))
         self.answers[tuple(prompt)] = self.stock.generate(prompt, 4, return_logprob=True)
         return prompt
 
@@ -68,19 +69,13 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(workdir: Path, tiny_llama: Path, stock: Server, zygote: Zygote) -> Iterator[Bench]:
-    store = workdir / "store-faults"
+def bench(workdir: Path, stock: Server, serve: Serve) -> Iterator[Bench]:
+    """Whatever is read comes from SSD, and is checked there; the pool and its chunks are small."""
     control = FaultControl(workdir / "faults.json", seed=3)
-    flags = impress_flags(
-        store,
-        "--impress-bits=exact",
-        "--impress-device-gb=0",
-        "--impress-host-gb=0",
-        f"--impress-io-timeout={PATIENCE_S}",
-    )
-    log = workdir / "faults.log"
-    with running(tiny_llama, log, *flags, zygote=zygote, faults=control) as server:
-        yield Bench(stock, server, control, store)
+    flags = ("--impress-bits=exact", "--impress-device-gb=0", "--impress-host-gb=0", *CRAMPED)
+    patience = f"--impress-io-timeout={PATIENCE_S}"
+    with serve("faults", *flags, patience, faults=control, quiet=False) as server:
+        yield Bench(stock, server, control, workdir / "store-faults")
         assert server.process.alive()
 
 
@@ -166,17 +161,19 @@ def test_a_prefix_that_cannot_be_written_is_not_stored(bench: Bench, rules: list
     assert bench.ask(new)["path"] == "ssd"
 
 
-@pytest.mark.parametrize("harm", [flip_value, Path.unlink], ids=["bit of the data", "gone"])
-def test_a_damaged_file_is_set_aside(bench: Bench, harm: Callable[[Path], None]) -> None:
-    prompt = bench.new_prompt()
+@pytest.mark.parametrize(("harm", "new"), [(flip_value, 20), (flip_value, 1029), (Path.unlink, 20)])
+def test_a_damaged_file_is_set_aside(bench: Bench, harm: Callable[[Path], None], new: int) -> None:
+    """The prompt is computed, in one chunk of prefill or several, and stored again."""
+    prompt = bench.new_prompt(1500 + new)
     known = set(damage.segments(bench.store))
-    bench.server.store_prompts(prompt)
+    bench.server.store_prompts(prompt[:1500])
     (path,) = set(damage.segments(bench.store)) - known
     before, since = bench.totals(), len(bench.server.log_text())
     harm(path)
 
     said = bench.ask(prompt)
     assert said["path"] == "computed" and said["why"]["reason"] == "damaged"
+    assert said["tokens"]["computed"] == len(prompt)
 
     def decided(totals: dict[str, Any]) -> int:
         return int(totals["segments_quarantined"] + totals["segments_gone"])
@@ -185,6 +182,37 @@ def test_a_damaged_file_is_set_aside(bench: Bench, harm: Callable[[Path], None])
     assert "a second look will decide" in bench.server.log_text()[since:]
     bench.ask(prompt)
     assert bench.ask(prompt)["path"] == "ssd", "it was stored again"
+
+
+def test_all_who_wait_for_it_compute_and_nobody_else_notices(bench: Bench) -> None:
+    server = bench.server
+    damaged, intact = store_damaged(server, 1200, seed=31), server.store(600, seed=32)
+    prompts = [
+        *([*damaged, *random_tokens(20, seed=33 + number)] for number in range(3)),
+        [*intact, *random_tokens(12, seed=37)],
+        random_tokens(60, seed=38),
+    ]
+    expected = bench.stock.generate_together(prompts, 16, return_logprob=True)
+    actual = server.generate_together(prompts, 16, return_logprob=True)
+    assert_same(expected, actual, TOLERANCE)
+    told = [report(answer) for answer in actual]
+    # One of them may have computed it before another one was admitted.
+    assert all(own["loaded_tokens"] == own["shared_tokens"] == 0 for own in told[:3])
+    assert told[3]["path"] == "ssd" and told[4]["path"] == "computed"
+
+
+def test_what_is_stored_before_the_damage_is_still_loaded(bench: Bench) -> None:
+    """A chat of two segments, of which the second is damaged."""
+    prompt = bench.new_prompt(1315)
+    bench.server.store_prompts(prompt[:700])
+    before = set(damage.segments(bench.store))
+    bench.server.store_prompts(prompt[:1300])
+    (new,) = set(damage.segments(bench.store)) - before
+    damage.truncate(new, new.stat().st_size // 2)
+    said = bench.ask(prompt)
+    assert said["path"] == "ssd" and said["loaded_tokens"] == 700
+    assert said["why"]["reason"] == "loaded" and said["why"]["rest"] == "damaged"
+    assert said["tokens"]["computed"] == 615
 
 
 def test_a_directory_that_goes_and_comes_back(bench: Bench) -> None:

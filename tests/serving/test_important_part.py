@@ -1,7 +1,7 @@
 """A part of a prefix: what is read, what is reported, and that SGLang's accounting stays quiet.
 
 A request whose prefix turns out damaged within a forward pass, where these prefixes load, ends.
-`test_unreadable.py` has those that load beside the pass.
+`test_faults.py` has those that load beside the pass.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from impress_sglang.options import BITS
 from impress_sglang.serving.metrics import COUNTERS, GAUGES
 from tests.serving.compare import assert_same, report
 from tests.serving.conftest import Serve
-from tests.serving.harness import Server, metrics_of
+from tests.serving.harness import BENCH, Server, metrics_of
 from tests.serving.tiny_models import random_tokens
 
 FLAGS = ("--impress-device-gb=0", "--max-total-tokens=9000", "--max-running-requests=1")
@@ -26,7 +26,7 @@ def deciding(request: pytest.FixtureRequest, serve: Serve) -> Iterator[Server]:
         "in the pass": ("--impress-policy=paper", "--impress-retention=auto"),
     }[request.param]
     own = (*FLAGS, "--impress-load=faster", "--impress-host-gb=0", "--impress-bits=auto", *parts)
-    with serve(f"deciding-{len(parts)}", *own, bench=True) as server:
+    with serve(f"deciding-{len(parts)}", *own, preload=BENCH) as server:
         # What computing takes is learnt from some long prompts.
         for seed in range(4):
             server.generate(random_tokens(1500, seed=900 + seed), 1)
@@ -39,13 +39,13 @@ def _full_speed(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "deciding" in request.fixturenames:
         server = request.getfixturevalue("deciding")
-        server.post("/bench/ssd_mbps", mbps=0).raise_for_status()
+        server.emulate_ssd(0)
         server.assert_whole()
 
 
 def test_a_prefix_is_computed_where_reading_takes_longer(deciding: Server, stock: Server) -> None:
     prefix = random_tokens(1500, seed=900)
-    deciding.post("/bench/ssd_mbps", mbps=0.5).raise_for_status()
+    deciding.emulate_ssd(0.5)
     said = []
     for seed in range(12):
         prompt = [*prefix, *random_tokens(12, seed=seed)]
@@ -100,7 +100,7 @@ def narrow(serve: Serve) -> Iterator[Server]:
         "--impress-schedule=classes",
         "--enable-metrics",
     )
-    with serve("narrow", *own, bench=True) as server:
+    with serve("narrow", *own, preload=BENCH) as server:
         yield server
         server.assert_whole()
         assert server.stats()["store"]["buffer_used_bytes"] == 0
@@ -169,12 +169,12 @@ def test_who_has_to_be_read_lets_others_pass(narrow: Server) -> None:
     The drive is so slow that a busy machine does not change what is the slowest.
     """
     *others, stored = store_prefixes(narrow, 6, seed=640)
-    narrow.post("/bench/ssd_mbps", mbps=0.3).raise_for_status()
+    narrow.emulate_ssd(0.3)
     # From these the server learns how slow the drive is.
     for other in others:
         narrow.generate([*other, 5], 1)
     narrow.flush()
-    narrow.post("/bench/ssd_mbps", mbps=0.01).raise_for_status()
+    narrow.emulate_ssd(0.01)
     resident = random_tokens(1000, seed=651)
     narrow.generate(resident, 1)
     ends: list[str] = []
@@ -183,7 +183,7 @@ def test_who_has_to_be_read_lets_others_pass(narrow: Server) -> None:
         narrow.generate(prompt, new_tokens)
         ends.append(name)
         if name == "unknown":
-            narrow.post("/bench/ssd_mbps", mbps=0).raise_for_status()
+            narrow.emulate_ssd(0)
 
     waiting = {
         "runs": (random_tokens(20, seed=652), 300),

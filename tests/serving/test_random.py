@@ -20,7 +20,7 @@ import pytest
 
 from tests.fault_control import FaultControl
 from tests.serving.clients import KINDS
-from tests.serving.harness import Zygote, running
+from tests.serving.harness import STOCK, Zygote, running
 from tests.serving.lives import INDEPENDENT, RECKONED, Lives
 from tests.serving.tiny_models import make_model
 from tests.serving.tiny_tokenizer import add_tokenizer
@@ -64,14 +64,8 @@ def models(workdir: Path) -> dict[str, Path]:
 def catalogue(models: dict[str, Path], workdir: Path, zygote: Zygote) -> Catalogue:
     """What is asked, and stock's answers with each weights."""
     catalogue = make_catalogue(seed=3)
-    with running(
-        models["a"],
-        workdir / "random-stock.log",
-        *FLAGS,
-        "--max-total-tokens=60000",
-        zygote=zygote,
-        stock=True,
-    ) as stock:
+    log = workdir / "random-stock.log"
+    with running(models["a"], log, *FLAGS, zygote=zygote, preload=STOCK) as stock:
         for weights in ("a", "b"):
             if weights == "b":
                 path = str(models["b"])

@@ -18,17 +18,9 @@ from bench.core.session import ReservedPort
 from tests.fault_control import FaultControl
 from tests.faults import READS, Rule
 from tests.serving.compare import assert_same, paths, report
-from tests.serving.conftest import Serve, impress_flags
+from tests.serving.conftest import Serve
 from tests.serving.damage import flip_value
-from tests.serving.harness import (
-    LATENT,
-    SKEWED,
-    Server,
-    Zygote,
-    launch,
-    running,
-    wait_until_ready,
-)
+from tests.serving.harness import LATENT, SKEWED, Server
 from tests.serving.tiny_models import make_model, random_tokens
 from tests.unit.waiting import wait_until
 
@@ -217,22 +209,14 @@ def differ(server: Server, stock: Server, control: FaultControl, skew: str, coun
 
 
 def test_a_rank_that_is_killed(
-    workdir: Path, tiny_llama: Path, zygote: Zygote, stock: Server, kill: str, count: int
+    workdir: Path, serve: Serve, stock: Server, kill: str, count: int
 ) -> None:
     """SGLang ends the server, and the next one finds what both ranks have stored."""
     control, rule = FaultControl(workdir / f"killed-{kill}", seed=5), KILLS[kill]
-    flags = impress_flags(workdir / f"store-killed-{kill}", *FLAGS)
     prompts = prompts_of(70 + list(KILLS).index(kill), 12)
     want = ask_all(stock, prompts)
-
-    @contextlib.contextmanager
-    def life(name: str) -> Iterator[Server]:
-        log = workdir / f"killed-{kill}-{name}.log"
-        how: dict[str, Any] = {"ranks": 2, "faults": control, "preload": SKEWED}
-        with running(tiny_llama, log, *flags, zygote=zygote, **how) as server:
-            yield server
-
-    with life("first") as server:
+    how: dict[str, Any] = {"ranks": 2, "faults": control, "preload": SKEWED}
+    with serve(f"killed-{kill}", *FLAGS, quiet=False, **how) as server:
         ask_all(server, prompts[:2], **EXACT)
         server.flush()
         told = [own["stored"] for own in told_by(server, prompts)]
@@ -244,7 +228,7 @@ def test_a_rank_that_is_killed(
         assert control.hits()[rule.name], "no rank was killed"
         wait_until(lambda: not server.process.alive(), HANGS_S)
     control.set()
-    with life("second") as server:
+    with serve(f"killed-{kill}", *FLAGS, **how) as server:
         one, two = told_by(server, prompts)
         assert one["tree"] == two["tree"]
         for own in (one, two):
@@ -252,49 +236,38 @@ def test_a_rank_that_is_killed(
             assert all(now >= earlier for now, earlier in pairs), "something is lost"
         ask_often(server, prompts, want, count)
         assert_healed(server, prompts, want)
-        server.assert_quiet()
 
 
 @pytest.mark.parametrize("latent", [False, True])
-def test_ranks_on_two_nodes(
-    workdir: Path, tiny_llama: Path, zygote: Zygote, latent: bool, at_length: bool
-) -> None:
+def test_ranks_on_two_nodes(workdir: Path, serve: Serve, latent: bool, at_length: bool) -> None:
     """Each node has a drive of its own, also for what both have; a second life finds all of it."""
     if not at_length:
         pytest.skip("it takes long, with --full-matrix")
-    prompts, preload, model, flags = prompts_of(90, 6), None, tiny_llama, FLAGS
+    prompts, told, flags = prompts_of(90, 6), [], FLAGS
+    how: dict[str, Any] = {"ranks": 2, "waits": False, "quiet": False}
     if latent:
-        preload, model = LATENT, make_model("deepseek_v2", workdir / "deepseek-nodes")
+        how |= {"preload": LATENT, "model": make_model("deepseek_v2", workdir / "deepseek-nodes")}
         flags = (*FLAGS, "--impress-keep=auto")
-    stores = [workdir / f"store-node-{number}-{latent}" for number in range(2)]
-    told = []
-    for life in ("first", "second"):
+    names = [f"node-{number}-{latent}" for number in range(2)]
+    for _ in range(2):
         with contextlib.ExitStack() as stack, contextlib.closing(ReservedPort()) as port:
+            both = "--nnodes=2", f"--dist-init-addr=127.0.0.1:{port.number}"
             nodes = [
-                launch(
-                    model,
-                    workdir / f"node-{number}-{latent}-{life}.log",
-                    *impress_flags(stores[number], *flags),
-                    *("--nnodes=2", f"--node-rank={number}"),
-                    f"--dist-init-addr=127.0.0.1:{port.number}",
-                    zygote=zygote,
-                    ranks=2,
-                    preload=preload,
+                stack.enter_context(
+                    serve(names[number], *flags, *both, f"--node-rank={number}", **how)
                 )
-                for number in (1, 0)
+                for number in range(2)
             ]
-            for own in nodes:
-                stack.callback(own.stop)
-            server = wait_until_ready(nodes[1])
+            nodes[0].wait_ready()
             for _ in range(2):
-                told.append(ask_all(server, prompts, **EXACT))
-                server.flush()
+                told.append(ask_all(nodes[0], prompts, **EXACT))
+                nodes[0].flush()
             for own in nodes:
                 own.assert_quiet()
     assert [("ssd" in paths(answers)) for answers in told] == [False, True, True, True]
     for answers in told[1:]:
         assert_same(told[0], answers, TOLERANCE)
-    one, two = ([*store.glob("*/segments/*/*.kv")] for store in stores)
+    one, two = ([*(workdir / f"store-{own}").glob("*/segments/*/*.kv")] for own in names)
     assert len(one) == len(two) > 0
 
 
@@ -369,22 +342,15 @@ def test_other_weights_are_other_stores_on_all_ranks(
     assert same_as(stock, ranks, [prompt], **EXACT) == ["ssd"]
 
 
-def test_requests_are_put_back_on_all_ranks(
-    workdir: Path, tiny_llama: Path, stock: Server, zygote: Zygote
-) -> None:
+def test_requests_are_put_back_on_all_ranks(serve: Serve, stock: Server) -> None:
     """And what one rank has stored alone is a miss for two."""
-    store = workdir / "store-ranks-anew"
-    with running(
-        tiny_llama, workdir / "ranks-one.log", *impress_flags(store), zygote=zygote
-    ) as one:
+    with serve("ranks-anew") as one:
         prompt = one.store(800, 500)
         assert paths([one.generate(prompt, 1)]) == ["ssd"]
-    flags = impress_flags(store, "--max-total-tokens=6000", "--disable-overlap-schedule")
-    log = workdir / "ranks-anew.log"
-    with running(tiny_llama, log, *flags, zygote=zygote, ranks=2, retracts=True) as server:
+    flags = ("--max-total-tokens=6000", "--disable-overlap-schedule")
+    with serve("ranks-anew", *flags, ranks=2, retracts=True) as server:
         assert same_as(stock, server, [prompt], **EXACT) == ["computed"]
         prompts = prompts_of(8, 12)
         for _ in range(2):
             same_as(stock, server, prompts, **EXACT)
             server.flush()
-        server.assert_quiet()

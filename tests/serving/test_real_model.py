@@ -14,7 +14,7 @@ from impress_sglang.paper.scores import retained_tokens
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import SegmentHeader, read_header
 from tests.serving.compare import report
-from tests.serving.harness import Server, Zygote, launch, running, wait_until_ready
+from tests.serving.harness import Server, Zygote, running
 
 TOKENS = 800
 
@@ -41,15 +41,15 @@ def smollm_flags(store: Path) -> tuple[str, ...]:
 def starting(smollm: Path, workdir: Path) -> Iterator[Server]:
     """Started by the command that users type, which takes as long as the first tests."""
     flags = smollm_flags(workdir / "store-smollm")
-    server = launch(smollm, workdir / "smollm.log", *flags, zygote=None)
-    yield server
-    server.stop()
+    with running(smollm, workdir / "smollm.log", *flags, zygote=None, waits=False) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def server(starting: Server) -> Iterator[Server]:
     """The same, ready."""
-    yield wait_until_ready(starting)
+    starting.wait_ready()
+    yield starting
     starting.assert_quiet()
 
 
@@ -135,7 +135,7 @@ def test_bytes_of_a_prefix_in_few_bits(server: Server, workdir: Path) -> None:
 def _bytes_read_by(server: Server) -> int:
     """Bytes that the processes of a server read from block devices."""
     pids = subprocess.run(
-        ["ps", "-o", "pid=", "-g", str(server.process.pid)],
+        ["ps", "-o", "pid=", "-g", str(server.pid)],
         capture_output=True,
         text=True,
         check=True,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.serving.compare import Answer, assert_same, paths, report
-from tests.serving.conftest import impress_flags
-from tests.serving.harness import Server, Zygote, running
+from tests.serving.conftest import Serve
+from tests.serving.harness import BENCH, Server
 from tests.serving.tiny_models import random_tokens
 from tests.unit.waiting import wait_until
 
@@ -36,11 +36,11 @@ def reorder(server: Server, route: str = "/bench/reorder", **body: object) -> No
 
 
 @pytest.fixture(scope="module")
-def reordered_store(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Path:
+def reordered(workdir: Path, serve: Serve) -> str:
     """Four prefixes, each reordered by what three questions selected."""
     store = workdir / "store-reordered"
-    flags = impress_flags(store, *COMMON, "--impress-retention=0.25", "--max-total-tokens=1600")
-    with running(tiny_llama, workdir / "reorder.log", *flags, zygote=zygote, bench=True) as server:
+    flags = (*COMMON, "--impress-retention=0.25", "--max-total-tokens=1600")
+    with serve("reordered", *flags, preload=BENCH) as server:
         for prefix in PREFIXES:
             server.generate(prefix, 1)
             # While a prefix is written, the small pool has no room to write another.
@@ -65,8 +65,7 @@ def reordered_store(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Path:
         after = [server.generate(question(i, 9), 1) for i in range(4)]
         assert set(paths(after)) == {"ssd"}
         assert server.stats()["integrity"] == "ok"
-        server.assert_quiet()
-    return store
+    return "reordered"
 
 
 def enough(stats: dict[str, Any]) -> bool:
@@ -75,13 +74,13 @@ def enough(stats: dict[str, Any]) -> bool:
 
 
 def test_eight_clients_while_segments_are_rewritten_and_chunks_evicted(
-    workdir: Path, tiny_llama: Path, zygote: Zygote, stock: Server, reordered_store: Path
+    serve: Serve, stock: Server, reordered: str
 ) -> None:
     """Where all is exact every answer is that of stock SGLang, whatever moves meanwhile."""
     prompts = [question(number % 4, 1000 + number) for number in range(32)]
     expected = stock.generate_together(prompts, 8, return_logprob=True)
-    flags = impress_flags(reordered_store, *COMMON, "--max-total-tokens=2500")
-    with running(tiny_llama, workdir / "eight.log", *flags, zygote=zygote, bench=True) as server:
+    flags = (*COMMON, "--max-total-tokens=2500")
+    with serve("eight", *flags, store=reordered, preload=BENCH) as server:
         busy = threading.Event()
         busy.set()
 
@@ -112,4 +111,3 @@ def test_eight_clients_while_segments_are_rewritten_and_chunks_evicted(
         assert stats["reorder"]["failed"] == 0
         assert stats["cache"]["dropped"] > 0
         assert stats["integrity"] == "ok"
-        server.assert_quiet()

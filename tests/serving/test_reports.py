@@ -14,8 +14,8 @@ import pytest
 import requests
 
 from tests.serving.compare import paths, report
-from tests.serving.conftest import impress_flags
-from tests.serving.harness import Server, Zygote, running
+from tests.serving.conftest import Serve
+from tests.serving.harness import Server
 from tests.serving.tiny_models import make_model, random_tokens
 from tests.serving.tiny_tokenizer import add_tokenizer
 from tests.unit.waiting import wait_until
@@ -24,20 +24,17 @@ STAYS_WHOLE = "server"
 
 
 @pytest.fixture(scope="module")
-def server(workdir: Path, zygote: Zygote) -> Iterator[Server]:
+def server(workdir: Path, serve: Serve) -> Iterator[Server]:
     """It has a tokenizer, serves one request at a time, and takes many passes for a prompt."""
     model = make_model("llama", workdir / "reporting")
     add_tokenizer(model)
-    flags = impress_flags(
-        workdir / "store-reporting",
+    flags = (
         *("--impress-bits=exact", "--max-running-requests=1", "--chunked-prefill-size=128"),
         # So that who is waiting is known at once.
         "--load-snapshot-publish-interval=1",
-        words=True,
     )
-    with running(model, workdir / "reporting.log", *flags, zygote=zygote) as server:
+    with serve("reporting", *flags, model=model, words=True) as server:
         yield server
-        server.assert_quiet()
 
 
 @contextlib.contextmanager
@@ -209,7 +206,7 @@ def test_warming_that_is_given_up_is_no_success(server: Server, count: int, wher
         give_up(server, own)
         said = own.result(60)["error"]
     assert "aborted" in said and said.startswith("0 of 3") == (count > 1)
-    assert order(server, "why", input_ids=ids[0])["stored_tokens"] == 0
+    assert not server.stored(ids[0])
 
 
 def test_a_client_that_goes_away_warms_no_more(server: Server) -> None:

@@ -9,15 +9,12 @@ from impress_sglang.cli.main import main
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import read_header
 from tests.serving.compare import paths, report
-from tests.serving.conftest import impress_flags
-from tests.serving.harness import Zygote, launch, running
+from tests.serving.conftest import Serve
 from tests.serving.tiny_models import make_model, random_tokens
 from tests.unit.waiting import wait_until
 
 
-def test_whole_prefix_policy_other_flags_and_new_weights(
-    workdir: Path, tiny_llama: Path, zygote: Zygote
-) -> None:
+def test_whole_prefix_policy_other_flags_and_new_weights(workdir: Path, serve: Serve) -> None:
     """`as` reads each byte once; the next server has another chunk size, then other weights.
 
     It has what was exported from the store of the first one, which is gone.
@@ -25,10 +22,8 @@ def test_whole_prefix_policy_other_flags_and_new_weights(
     store = workdir / "store-as"
     prompt = random_tokens(1000, seed=11)
     question = [*prompt, *random_tokens(10, seed=12)]
-    base = impress_flags(store, "--max-total-tokens=8000")
-    with running(
-        tiny_llama, workdir / "as.log", *base, "--impress-policy=as", zygote=zygote
-    ) as server:
+    flags = ("--max-total-tokens=8000", "--impress-policy=as")
+    with serve("as", *flags) as server:
         server.store_prompts(prompt)
         (segment,) = store.glob("*/segments/*/*.kv")
         answer = server.generate(question, 4)
@@ -39,20 +34,12 @@ def test_whole_prefix_policy_other_flags_and_new_weights(
         kv_bytes = layout.columns_bytes
         assert said["ssd_bytes"] == 3 * kv_bytes, "an `as` hit reads each key and value once"
         assert paths([server.generate(question, 1)]) == ["device"]
-        server.assert_quiet()
     file, at = workdir / "prefixes", ["--dir", str(store)]
     assert main(["export", str(file), *at]) == main(["clear", "--yes", *at]) == DONE
     assert not segment.exists()
     assert main(["import", str(file), *at]) == DONE
     other = make_model("llama", workdir / "other", initializer_range=0.1)
-    with running(
-        tiny_llama,
-        workdir / "chunks.log",
-        *base,
-        "--impress-policy=as",
-        "--impress-chunk-tokens=16",
-        zygote=zygote,
-    ) as server:
+    with serve("as", *flags, "--impress-chunk-tokens=16") as server:
         assert paths([server.generate(question, 1)]) == ["ssd"]
         fresh = random_tokens(300, seed=13)
         server.store_prompts(fresh)
@@ -60,15 +47,11 @@ def test_whole_prefix_policy_other_flags_and_new_weights(
         changed = server.post("/update_weights_from_disk", model_path=str(other))
         assert changed.ok and changed.json()["success"]
         assert paths([server.generate(question, 1)]) == ["computed"]
-        server.assert_quiet()
 
 
-def test_a_server_that_is_refused_ends(workdir: Path, tiny_llama: Path, zygote: Zygote) -> None:
+def test_a_server_that_is_refused_ends(serve: Serve) -> None:
     """In one sentence; `tests/integration/test_refusals.py` has what is refused."""
-    log = workdir / "refused.log"
-    server = launch(
-        tiny_llama, log, *impress_flags(workdir / "refused"), "--disable-radix-cache", zygote=zygote
-    )
-    wait_until(lambda: not server.process.alive(), 60)
+    with serve("refused", "--disable-radix-cache", waits=False, quiet=False) as server:
+        wait_until(lambda: not server.process.alive(), 60)
     assert "the radix cache: drop --disable-radix-cache" in server.log_text()
     assert "Traceback" not in server.log_text()

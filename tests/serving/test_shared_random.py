@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import random
 import shutil
-import signal
 import time
 from collections import Counter
 from pathlib import Path
@@ -17,8 +16,8 @@ import pytest
 
 from bench.core.object_store import BUCKET, Proxy, credentials, seaweed, weed
 from tests.serving.compare import assert_same, report
-from tests.serving.conftest import impress_flags
-from tests.serving.harness import Server, Zygote, launch, wait_until_ready
+from tests.serving.conftest import Serve
+from tests.serving.harness import Server
 from tests.serving.tiny_models import random_tokens
 
 pytest.importorskip("obstore")
@@ -32,12 +31,7 @@ LIFE_S = 30
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("shared", ["bucket", "directory"])
 def test_random_traffic(
-    shared: str,
-    workdir: Path,
-    tiny_llama: Path,
-    zygote: Zygote,
-    stock: Server,
-    request: pytest.FixtureRequest,
+    shared: str, workdir: Path, serve: Serve, stock: Server, request: pytest.FixtureRequest
 ) -> None:
     minutes = request.config.getoption("--random-minutes")
     if minutes < 1 or (shared == "bucket" and weed() is None):
@@ -50,77 +44,73 @@ def test_random_traffic(
     expected = [stock.generate([*own, 5, 6], 4, return_logprob=True) for own in prompts]
     counts, servers = Counter[str](), dict[str, Server]()
     remote = f"--impress-store=s3://{BUCKET}/random", f"--impress-store-gb={FAR_BYTES / 1e9}"
-    with seaweed(workdir / "weed-random") if far else contextlib.nullcontext(0) as port:
-        proxy = Proxy(port)
+    with contextlib.ExitStack() as stack:
+        proxy = Proxy(stack.enter_context(seaweed(workdir / "weed-random")) if far else 0)
+        stack.callback(proxy.close)
 
         def folder_of(name: str) -> Path:
             return workdir / (f"store-random-{name}" if far else "store-random")
 
         def start(name: str) -> None:
             counts["lives"] += 1
-            flags = impress_flags(
-                folder_of(name),
+            flags = (
+                f"--impress-ssd-dir={folder_of(name)}",
                 "--impress-bits=exact",
                 "--max-total-tokens=3000",
                 "--impress-io-timeout=2",
                 f"--impress-ssd-gb={LOCAL_BYTES / 1e9}",
                 *(remote if far else ()),
             )
-            log = workdir / f"random-{name}-{counts['lives']}.log"
-            own = credentials(proxy.port)
-            servers[name] = launch(tiny_llama, log, *flags, zygote=zygote, environment=own)
+            own, how = f"random-{name}-{counts['lives']}", {"quiet": False, "waits": False}
+            server = serve(own, *flags, environment=credentials(proxy.port), **how)
+            servers[name] = stack.enter_context(server)
 
-        try:
-            for name in NAMES:
+        stack.callback(lambda: setattr(proxy, "fault", lambda asked: ""))
+        for name in NAMES:
+            start(name)
+        for server in servers.values():
+            server.wait_ready()
+        end, kill_at = time.monotonic() + 60 * minutes, time.monotonic() + LIFE_S
+        while time.monotonic() < end:
+            name = chance.choice(NAMES)
+            number = min(int(chance.expovariate(0.12)), len(prompts) - 1)
+            answer = servers[name].generate([*prompts[number], 5, 6], 4, return_logprob=True)
+            counts[report(answer)["path"]] += 1
+            assert_same([expected[number]], [answer], 1e-4)
+            if chance.random() < 0.1:
+                servers[name].flush()
+            if far and chance.random() < 0.05:
+                fault = chance.choice([*FAULTS, "", "", ""])
+                share = chance.choice([0.2, 1.0])
+                proxy.fault = lambda asked, own=fault, most=share: (  # type: ignore[misc]
+                    own if random.random() < most else ""
+                )
+                counts[f"fault {fault}"] += 1
+            if chance.random() < 0.02:
+                number = chance.randrange(len(prompts))
+                servers[name].post("/impress/purge", input_ids=prompts[number])
+            if time.monotonic() > kill_at:
+                servers[name].kill()
+                if far and chance.random() < 0.3:
+                    shutil.rmtree(folder_of(name))
+                # A new directory needs the bucket's key.
+                proxy.fault = lambda asked: ""
                 start(name)
-            for server in servers.values():
-                wait_until_ready(server)
-            end, kill_at = time.monotonic() + 60 * minutes, time.monotonic() + LIFE_S
-            while time.monotonic() < end:
-                name = chance.choice(NAMES)
-                number = min(int(chance.expovariate(0.12)), len(prompts) - 1)
-                answer = servers[name].generate([*prompts[number], 5, 6], 4, return_logprob=True)
-                counts[report(answer)["path"]] += 1
-                assert_same([expected[number]], [answer], 1e-4)
-                if chance.random() < 0.1:
-                    servers[name].flush()
-                if far and chance.random() < 0.05:
-                    fault = chance.choice([*FAULTS, "", "", ""])
-                    share = chance.choice([0.2, 1.0])
-                    proxy.fault = lambda asked, own=fault, most=share: (  # type: ignore[misc]
-                        own if random.random() < most else ""
-                    )
-                    counts[f"fault {fault}"] += 1
-                if chance.random() < 0.02:
-                    number = chance.randrange(len(prompts))
-                    servers[name].post("/impress/purge", input_ids=prompts[number])
-                if time.monotonic() > kill_at:
-                    servers[name].stop(signal.SIGKILL)
-                    if far and chance.random() < 0.3:
-                        shutil.rmtree(folder_of(name))
-                    # A new directory needs the bucket's key.
-                    proxy.fault = lambda asked: ""
-                    start(name)
-                    wait_until_ready(servers[name])
-                    kill_at = time.monotonic() + LIFE_S
-            proxy.fault = lambda asked: ""
-            time.sleep(5)
-            for name, server in servers.items():
-                store = server.stats()["store"]
-                # Also of what others are writing, of which a server does not know yet.
-                files = sum(own.stat().st_size for own in folder_of(name).rglob("*.kv"))
-                assert store["used_bytes"] <= LOCAL_BYTES and files <= LOCAL_BYTES
-                server.assert_quiet()
-            print(f"{dict(counts)}")
-            assert counts["ssd"] > 10
-            if far:
-                buckets = [own.stats()["store"]["bucket"] for own in servers.values()]
-                assert all(own["state"] == "ok" for own in buckets)
-                assert any(own["fetched_bytes"] for own in buckets)
-                time.sleep(70)
-                assert servers["a"].stats()["store"]["bucket"]["bytes"] <= FAR_BYTES
-        finally:
-            proxy.fault = lambda asked: ""
-            for server in servers.values():
-                server.stop()
-            proxy.close()
+                servers[name].wait_ready()
+                kill_at = time.monotonic() + LIFE_S
+        proxy.fault = lambda asked: ""
+        time.sleep(5)
+        for name, server in servers.items():
+            store = server.stats()["store"]
+            # Also of what others are writing, of which a server does not know yet.
+            files = sum(own.stat().st_size for own in folder_of(name).rglob("*.kv"))
+            assert store["used_bytes"] <= LOCAL_BYTES and files <= LOCAL_BYTES
+            server.assert_quiet()
+        print(f"{dict(counts)}")
+        assert counts["ssd"] > 10
+        if far:
+            buckets = [own.stats()["store"]["bucket"] for own in servers.values()]
+            assert all(own["state"] == "ok" for own in buckets)
+            assert any(own["fetched_bytes"] for own in buckets)
+            time.sleep(70)
+            assert servers["a"].stats()["store"]["bucket"]["bytes"] <= FAR_BYTES

@@ -15,8 +15,8 @@ import requests
 from tests.fault_control import FaultControl
 from tests.faults import Rule
 from tests.serving.compare import assert_same
-from tests.serving.conftest import Serve, impress_flags
-from tests.serving.harness import SKEWED, Server, Zygote, running
+from tests.serving.conftest import Serve
+from tests.serving.harness import SKEWED, Server
 from tests.serving.test_ranks import (
     EXACT,
     HANGS_S,
@@ -48,13 +48,10 @@ def control(workdir: Path) -> FaultControl:
 
 
 @pytest.fixture(scope="module")
-def stages(
-    serve: Serve, control: FaultControl, workdir: Path, tiny_llama: Path, zygote: Zygote
-) -> Iterator[Server]:
+def stages(serve: Serve, control: FaultControl) -> Iterator[Server]:
     """Its second life: in the first one a stage was killed, which ended the server."""
     how: dict[str, Any] = {"stages": 2, "faults": control, "preload": SKEWED}
-    flags = impress_flags(workdir / "store-stages", *FLAGS)
-    with running(tiny_llama, workdir / "killed.log", *flags, zygote=zygote, **how) as server:
+    with serve("stages", *FLAGS, quiet=False, **how) as server:
         server.store_prompts(BEFORE)
         wait_until(lambda: list(second(server).glob("segments/*/*.kv")), HANGS_S)
         control.set(kill := Rule("kill", "rename", SECOND))

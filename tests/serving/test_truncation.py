@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.serving.conftest import impress_flags
-from tests.serving.harness import Server, Zygote, running
+from tests.serving.conftest import Serve
+from tests.serving.harness import Server
 from tests.serving.tiny_models import make_model, random_tokens
 from tests.serving.tiny_tokenizer import add_tokenizer
 
@@ -23,22 +23,19 @@ SYSTEM = {"role": "system", "content": "Be brief, and mind what was said first."
 
 
 @pytest.fixture(scope="module")
-def truncating(workdir: Path, zygote: Zygote) -> Iterator[Server]:
+def truncating(workdir: Path, serve: Serve) -> Iterator[Server]:
     model = make_model("llama", workdir / "truncating")
     add_tokenizer(model, chat=TEMPLATE)
-    flags = impress_flags(
-        workdir / "store-truncating",
+    flags = (
         f"--context-length={CONTEXT}",
         "--impress-truncate=0.5",
         "--enable-cache-report",
         "--impress-blend=0.15",
         "--impress-blend-min-tokens=128",
-        words=True,
     )
-    with running(model, workdir / "truncating.log", *flags, zygote=zygote) as server:
+    with serve("truncating", *flags, model=model, words=True) as server:
         yield server
         assert server.stats()["integrity"] == "ok"
-        server.assert_quiet()
 
 
 def chat(server: Server, turns: int, **custom: Any) -> tuple[list[int], dict[str, Any]]:
