@@ -15,10 +15,38 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.faults import Faults, Rule
+from tests.faults import INDEX, READS, Faults, Rule, dead_disk, read_only
 
 # Path of the control file, for `tests.serving.faulty_server`.
 CONTROL_VARIABLE = "IMPRESS_TEST_FAULTS"
+# What a randomised run draws from.
+FAULTS: dict[str, tuple[Rule, ...]] = {
+    "reads fail": (Rule("EIO", READS, probability=0.3),),
+    "blocks fail": (Rule("EIO", "block", probability=0.05),),
+    "blocks time out": (Rule("ETIMEDOUT", "block", probability=0.05),),
+    "blocks are short": (Rule("short", "block", probability=0.05),),
+    "blocks are wrong": (Rule("flip", "block", probability=0.05),),
+    "blocks are late": (Rule("delay", "block", probability=0.3, seconds=0.03),),
+    "blocks hang": (Rule("hang", "block", count=3),),
+    "reads are wrong": (Rule("flip", "read", probability=0.5),),
+    "no descriptors": (Rule("EMFILE", "open|open-write", probability=0.7),),
+    "writes fail": (Rule("EIO", "write", probability=0.3),),
+    "writes are torn": (Rule("torn", "write", probability=0.3),),
+    "writes are torn and nobody knows": (Rule("torn-silent", "write", count=2),),
+    "writes are wrong": (Rule("flip", "write", count=2),),
+    "writes hang": (Rule("hang", "write", count=1),),
+    "disk full": (Rule("ENOSPC", "write|open-write"), Rule("full", "free_bytes")),
+    "syncs fail": (Rule("EIO", "sync|sync_directory", probability=0.5),),
+    "renames fail": (Rule("EIO", "rename", probability=0.5),),
+    "index fails": (Rule("EIO", "write|rename|open-write", INDEX, probability=0.5),),
+    "index torn": (Rule("torn", "write", INDEX, probability=0.5),),
+    "read-only": tuple(read_only()),
+    "slow disk": (Rule("delay", "*", probability=0.5, seconds=0.01),),
+    "dead disk": tuple(dead_disk()),
+    "no such device": tuple(dead_disk("ENODEV")),
+    "a writer dies": (Rule("raise", "write", count=1),),
+    "an engine dies": (Rule("raise", "start|finish", count=1),),
+}
 
 
 class FaultControl:

@@ -36,9 +36,10 @@ REORDER_SECONDS = 1200
 LOG_LINES_SHOWN = 20
 # Rows that SGLang keeps free beside a prompt's own.
 SPARE_TOKENS = 64
-# What a server never says, and what it may say when something was raised on purpose.
-BAD_WORDS = ("memory leak", "pool leak", "AssertionErr")
+# What a server may say only when something was raised on purpose, and what it never says.
 TRACEBACK = "Traceback (most recent call last)"
+BAD_WORDS = ("memory leak", "pool leak", "AssertionErr")
+TROUBLE = (TRACEBACK, *BAD_WORDS)
 # SGLang asks itself to freeze its garbage collector, perhaps before it listens; nothing is lost.
 _HARMLESS = re.compile(r"post-warmup freeze_gc failed\nTraceback.*?(?=\n\[\d{4}-)", re.DOTALL)
 Step = Callable[[str], contextlib.AbstractContextManager[None]]
@@ -203,14 +204,13 @@ class RunningServer:
         """Slow reads from SSD down from now on; 0 for as fast as they are."""
         self.request("POST", "/bench/ssd_mbps", json={"mbps": mbps})
 
-    def check_log(self, since: int = 0) -> None:
-        """Raise if the log tells of an exception or a leak, from a character on.
+    def check_log(self, since: int = 0, words: Sequence[str] = TROUBLE) -> None:
+        """Raise if the log has such words from a character on, of an exception or a leak.
 
         Raises:
             BenchFailed: it does.
         """
         lines = _HARMLESS.sub("", self.log_text()[since:]).splitlines()
-        words = (*BAD_WORDS, TRACEBACK)
         told = [i for i, line in enumerate(lines) if any(word in line for word in words)]
         if told:
             first = "\n".join(line[:300] for line in lines[told[0] : told[0] + LOG_LINES_SHOWN])

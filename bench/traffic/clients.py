@@ -10,14 +10,14 @@ from typing import Any
 
 import psutil
 
-from bench.core.servers import Piece, Server
+from bench.core.servers import Piece, RunningServer
 from bench.core.session import BenchFailed
 
 
 class Stream:
     """An answer that is streamed by a thread; see `Server.stream`."""
 
-    def __init__(self, server: Server, *asked: Any) -> None:
+    def __init__(self, server: RunningServer, *asked: Any) -> None:
         self.came: list[Piece] = []
         self._changed = threading.Condition()
         self._error: BenchFailed | None = None

@@ -88,8 +88,7 @@ def _stays_whole(bench: Bench) -> Iterator[None]:
     assert stats["integrity"] == "ok" and stats["requests_live"] == 0
     pool = stats["device_pool"]
     assert not any(pool[kind] for kind in pool if kind != "tokens"), pool
-    for word in BAD_WORDS:
-        assert word not in bench.server.log_text()
+    bench.server.check_log(words=BAD_WORDS)
 
 
 # One of each way in which a request hears of it; `tests/unit/test_store_faults.py` has more.

@@ -1,4 +1,4 @@
-"""How much memory servers take while the randomised run goes on, and the files of their stores."""
+"""What servers hold while the randomised run goes on and after it: memory, descriptors, files."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ LONG_SECONDS = 300
 MOST_GROWTH = 0.03
 # Medians of fewer lives say nothing.
 LEAST_LIVES = 6
+# Caches of these servers are far smaller; the rest is what allocators keep.
+MOST_GROWTH_BYTES = 300 << 20
 
 
 @dataclasses.dataclass
@@ -99,6 +101,32 @@ class Watch:
         grown = ", ".join(f"{share:+.2%} {where}" for where, share in self.growths().items())
         ends = [own.end / 1e6 for own in self.records]
         return f"resident {min(ends):.0f} to {max(ends):.0f} MB ({grown or 'no long life'})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """What a process holds: open descriptors, segments among them, resident bytes."""
+
+    descriptors: int
+    segments: frozenset[str]
+    resident: int
+
+    @classmethod
+    def of(cls, process: psutil.Process) -> Footprint:
+        folder = Path(f"/proc/{process.pid}/fd")
+        targets = []
+        for path in folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                targets.append(os.readlink(path))
+        segments = frozenset(target for target in targets if ".kv" in target)
+        return cls(len(targets), segments, process.memory_info().rss)
+
+    def beyond(self, start: Footprint) -> str:
+        """What an idle process still holds that it did not hold at its start."""
+        if self.segments:
+            return f"segments are open in an idle server: {sorted(self.segments)[:5]}"
+        grown = self.resident > start.resident + MOST_GROWTH_BYTES
+        return f"{start} became {self}" if grown or self.descriptors > start.descriptors + 2 else ""
 
 
 def segment_sizes(folder: Path) -> dict[str, int]:

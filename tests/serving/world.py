@@ -129,7 +129,9 @@ class World:
 
     def weights_since(self, began: float) -> set[str]:
         """Weights that the server may have had since then."""
-        return self._weights_between(began, time.monotonic())
+        now = time.monotonic()
+        with self._lock:
+            return {span.what for span in self._weights if span.overlaps(began, now)}
 
     # What is right
 
@@ -190,10 +192,6 @@ class World:
         if shapes != expected or any(math.isnan(number) for number in numbers):
             self.problem(f"{name} is malformed: {answers}")
         self.count("looked at only")
-
-    def _weights_between(self, began: float, ended: float) -> set[str]:
-        with self._lock:
-            return {span.what for span in self._weights if span.overlaps(began, ended)}
 
 
 def said_of(told: Any) -> str:
