@@ -26,7 +26,7 @@ from torch import Tensor
 
 from impress_sglang.paper.loader import LayerInputs
 from impress_sglang.paper.plugin.attention import adopt_backend
-from impress_sglang.paper.runtime import StoredRequest
+from impress_sglang.paper.runtime import ServingRuntime, StoredRequest
 from impress_sglang.plugin.rectangular import rectangular_attention
 from impress_sglang.serving.report import new_report
 from impress_sglang.transfer.sources import ReadStats
@@ -53,10 +53,18 @@ def stored_request(
 
 
 class Store:
-    """Stands in for `ServingRuntime`: each layer of a request has random KVs of its own."""
+    """Stands in for `ServingRuntime`: each layer of a request has random KVs of its own.
+
+    Loading a layer of some requests fails, when not all is in its place.
+    """
+
+    fail = ServingRuntime.fail
 
     def __init__(self) -> None:
         self.live: dict[str, StoredRequest] = {}
+        self.fails: dict[str, tuple[int, Exception]] = {}
+        self.failed: list[str] = []
+        self.store = SimpleNamespace(report=lambda error: None)
         self.shape = SimpleNamespace(num_layers=LAYERS)
         self.loaded: list[tuple[str, int]] = []
         self.inputs: dict[str, LayerInputs] = {}
@@ -76,6 +84,10 @@ class Store:
         self.inputs[source.rid] = inputs
         for pool in (keys, values):
             pool[rows] = torch.randn(len(rows), KV_HEADS, DIM)
+        number, error = self.fails.get(source.rid, (-1, Exception()))
+        if layer == number:
+            keys[rows] = torch.nan
+            raise error
 
 
 class Row:
@@ -185,7 +197,7 @@ class World:
 
     def adopted(self, backend: Any) -> Any:
         store: Any = self.store
-        adopt_backend(backend, store, self.runner.token_to_kv_pool, pytest.fail)
+        adopt_backend(backend, store, self.runner.token_to_kv_pool, store.failed.append)
         return backend
 
     def extend(self, rows: Sequence[tuple[Row, int]]) -> Any:
@@ -271,6 +283,7 @@ def attend(backend: Any, world: World, batch: Any, rows: Sequence[tuple[Row, int
             assert torch.equal(pool.k_buffer[layer.layer_id][row.slots[-count:]], k[new])
             check(world, layer, row, q.view(-1, QUERY_HEADS, DIM)[new], output[new])
             first += count
+    assert world.store.failed == [*world.store.fails]
 
 
 def check(world: World, layer: Any, row: Row, queries: Tensor, output: Tensor) -> None:

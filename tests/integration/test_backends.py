@@ -12,9 +12,12 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
 
-from impress_sglang.errors import UnsupportedError
+from impress_sglang.errors import SegmentUnreadable, UnsupportedError
 from impress_sglang.paper.plugin.attention import ADOPTED, PrefixAttention, adopt_backend
 from impress_sglang.serving.pool_reader import reading_stream
+from tests.integration.backend_world import LAYERS, World, configured, extend
+
+__all__ = ["configured"]
 
 
 @pytest.mark.parametrize("stock", ADOPTED)
@@ -36,6 +39,39 @@ def test_other_kinds_are_refused() -> None:
     kind, anything = type("Own", (TorchNativeAttnBackend,), {}), Any
     with pytest.raises(UnsupportedError, match=r"how Own attends; use .* torch_native, triton"):
         adopt_backend(object.__new__(kind), anything, anything, anything)
+
+
+@pytest.fixture
+def world(configured: tuple[Any, Any]) -> World:
+    return World(*configured)
+
+
+@pytest.mark.parametrize(
+    "error", [SegmentUnreadable("ab12", "test"), MemoryError(), torch.OutOfMemoryError()]
+)
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_only_the_request_fails_and_brings_no_nan_into_the_pass(
+    world: World, layer: int, error: Exception
+) -> None:
+    """Whose prefix cannot be loaded; it goes through the pass, and others are served."""
+    broken, intact = (world.row(0, prefix=(40, 50)) for _ in range(2))
+    world.store.fails[broken.rid] = layer, error
+    request, other = (world.store.live[own.rid] for own in (broken, intact))
+    extend(world.adopted(TorchNativeAttnBackend(world.runner)), world, (broken, 1), (intact, 1))
+    assert request.failed and not request.loading and request.layers_loaded == LAYERS
+    assert not other.failed and other.layers_loaded == LAYERS
+    pool = world.runner.token_to_kv_pool
+    slots = broken.slots[:40]
+    for number in range(LAYERS):
+        found = torch.cat([pool.k_buffer[number][slots], pool.v_buffer[number][slots]])
+        assert bool(found.any()) == (number < layer)
+
+
+def test_another_error_is_not_hidden(world: World) -> None:
+    row = world.row(0, prefix=(4, 5))
+    world.store.fails[row.rid] = 1, ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        extend(world.adopted(TorchNativeAttnBackend(world.runner)), world, (row, 1))
 
 
 def test_pools_are_read_on_a_stream_that_nobody_uses(monkeypatch: pytest.MonkeyPatch) -> None:
