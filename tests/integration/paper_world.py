@@ -28,8 +28,9 @@ from impress_sglang.paper.plugin.part_cache import PartCache
 from impress_sglang.paper.runtime import ServingRuntime, StoredRequest
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.storage.layout import KVShape
+from tests.integration.tiny_model import Pool
 from tests.integration.tree_world import IDENTITY, check_slots
-from tests.integration.worlds import STORED, TOKENS, Pool
+from tests.integration.worlds import STORED, TOKENS
 from tests.unit.kv_factory import make_shape
 from tests.unit.store_checks import check_store
 from tests.unit.store_factory import make_config

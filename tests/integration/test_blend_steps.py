@@ -13,7 +13,7 @@ from sglang.srt.layers.rotary_embedding.rope_variant import (
     DynamicNTKAlphaRotaryEmbedding,
     DynamicNTKScalingRotaryEmbedding,
 )
-from sglang.srt.model_executor.forward_context import get_attn_backend, has_forward_context
+from sglang.srt.model_executor.forward_context import has_forward_context
 from sglang.srt.models.opt import OPTForCausalLM, OPTLearnedPositionalEmbedding
 from torch import Tensor
 
@@ -44,12 +44,6 @@ class Job:
         self.token_layers, self.spent = 0, 0.0
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, layer: Any) -> Tensor:
-    """As layers of SGLang's attend."""
-    found: Tensor = get_attn_backend().forward(q, k, v, layer, Any)
-    return found
-
-
 def blend(
     tokens: Tensor,
     stored: KVs,
@@ -71,7 +65,6 @@ def blend(
         pool.keys[layer][row[there]] = stored[layer][0][there]
         pool.values[layer][row[there]] = stored[layer][1][there]
     job: Any = Job(tokens, row, own, share, resident)
-    model.attend = attend
     steps = BlendSteps(
         model,
         pool,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
 from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import get_attn_backend
 from torch import Tensor
 
 from impress_sglang.codes.rotation import KeyRotation
@@ -79,7 +80,10 @@ def layer_of(shape: KVShape, index: int) -> Any:
 
 
 class Pool:
-    """Of SGLang: the KVs of all slots."""
+    """Stands in for SGLang's: the KVs of all slots. A read may be held up, and must not be made
+    while the pool is paused."""
+
+    start_layer = 0
 
     def __init__(self, shape: KVShape, size: int, fill: float = math.nan, device: str = "cpu"):
         def buffers(dim: int) -> list[Tensor]:
@@ -89,6 +93,9 @@ class Pool:
             ]
 
         self.keys, self.values = buffers(shape.key_dim), buffers(shape.value_dim)
+        self.paused = False
+        self.reading, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
 
     def get_key_buffer(self, layer: int) -> Tensor:
         return self.keys[layer]
@@ -96,9 +103,20 @@ class Pool:
     def get_value_buffer(self, layer: int) -> Tensor:
         return self.values[layer]
 
+    def _get_key_buffer(self, layer: int) -> Tensor:
+        self.reading.set()
+        assert self.go_on.wait(30)
+        assert not self.paused, "the pool is read while it is paused"
+        return self.keys[layer]
+
+    _get_value_buffer = get_value_buffer
+
+    def register_layer_transfer_counter(self, counter: Any) -> None:
+        """Nobody starts early here."""
+
 
 class Model:
-    """Embeds, and per layer projects, rotates, attends and adds."""
+    """Embeds, and per layer projects, rotates, attends as the forward context says, and adds."""
 
     def __init__(self, shape: KVShape) -> None:
         self.shape = shape
@@ -114,7 +132,6 @@ class Model:
         self.embedding = weights(WORDS, HIDDEN)
         self.projections = [[weights(*size) for size in sizes] for _ in range(shape.num_layers)]
         self.layers = [layer_of(shape, index) for index in range(shape.num_layers)]
-        self.attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor]
         # Of each run of a layer: its number, and how many tokens it had.
         self.computed: list[list[int]] = []
         self.logits = 0
@@ -130,7 +147,11 @@ class Model:
         """What a layer adds."""
         self.computed.append([layer, len(hidden)])
         q, k, v = (own.flatten(1) for own in self.projected(hidden, positions, layer))
-        return self.attend(q, k, v, self.layers[layer]) @ self.projections[layer][3]
+        output: Tensor = get_attn_backend().forward(q, k, v, self.layers[layer], None)
+        return output @ self.projections[layer][3]
+
+    def modules(self) -> tuple[()]:
+        return ()
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Any) -> None:
         """All layers, as SGLang runs them."""

@@ -24,7 +24,6 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
-from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.sampling.sampling_params import SamplingParams
 from torch import Tensor
 
@@ -45,32 +44,6 @@ from tests.unit.waiting import wait_until
 SHAPE = make_shape(layers=4, probe=(), coded=True)
 IDENTITY = "0" * 32
 BLENDS: dict[str, Any] = {"blend": 0.25, "blend_min_tokens": 100, "load": "always"}
-
-
-class Pool(tiny_model.Pool):
-    """Stands in for SGLang's KV pool."""
-
-    start_layer = 0
-
-    def _get_key_buffer(self, layer: int) -> Tensor:
-        return self.keys[layer]
-
-    def _get_value_buffer(self, layer: int) -> Tensor:
-        return self.values[layer]
-
-    def register_layer_transfer_counter(self, counter: Any) -> None:
-        """Nobody starts early here."""
-
-
-class Model(tiny_model.Model):
-    """Attends as layers of SGLang's do, by what the forward context says."""
-
-    def __init__(self, shape: KVShape) -> None:
-        super().__init__(shape)
-        self.attend = lambda *inputs: get_attn_backend().forward(*inputs, None)
-
-    def modules(self) -> tuple[()]:
-        return ()
 
 
 class Batch:
@@ -106,7 +79,7 @@ def check_slots(cache: Any, allocator: Any) -> None:
 class TreeWorld:
     """One tree cache with its store, and requests on their way."""
 
-    shape, pool_type = SHAPE, Pool
+    shape = SHAPE
     window: int | None = None
     components: tuple[Any, ...] = (ComponentType.FULL,)
 
@@ -125,7 +98,7 @@ class TreeWorld:
         defaults = DEFAULTS | {"policy": "impress", "retention": 1.0, "bits": 6.0}
         defaults |= {"min_prefix_tokens": 16}
         self.config = ImpressConfig(ssd_dir=str(root), **(defaults | BLENDS | options))
-        self.model = Model(self.shape)
+        self.model = tiny_model.Model(self.shape)
         self.rows = ReqToTokenPool(16, size, "cpu", enable_memory_saver=False)
         self.pool: Any
         self.allocator: Any
@@ -170,7 +143,7 @@ class TreeWorld:
 
     def make_pool(self, size: int, page_size: int) -> None:
         """Make the pool and its allocator."""
-        self.pool = self.pool_type(self.shape, size + 64)
+        self.pool = tiny_model.Pool(self.shape, size + 64)
         rest = torch.float32, "cpu", self.pool, False
         self.allocator = (
             TokenToKVPoolAllocator(size, *rest)

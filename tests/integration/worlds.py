@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +19,12 @@ import torch
 from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from torch import Tensor
 
 from impress_sglang.plugin.admin import MESSAGE, around_message
 from impress_sglang.plugin.weights import around_handler
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.store.prefix_hashes import namespace_text
-from tests.integration import tree_world
+from tests.integration import tiny_model, tree_world
 from tests.integration.tree_world import TreeWorld
 from tests.unit.kv_factory import make_shape
 from tests.unit.store_checks import check_store
@@ -39,27 +37,11 @@ TOKENS = 64
 STORED, OTHER = [*range(1000, 1000 + TOKENS)], [*range(3000, 3000 + TOKENS)]
 
 
-class Pool(tree_world.Pool):
-    """Stands in for SGLang's KV pool; a read may be held up."""
-
-    def __init__(self, *size: Any) -> None:
-        super().__init__(*size)
-        self.paused = False
-        self.reading, self.go_on = threading.Event(), threading.Event()
-        self.go_on.set()
-
-    def _get_key_buffer(self, layer: int) -> Tensor:
-        self.reading.set()
-        assert self.go_on.wait(30)
-        assert not self.paused, "the pool is read while it is paused"
-        return self.keys[layer]
-
-
 @dataclasses.dataclass
 class Saver:
     """Stands in for SGLang's memory saver."""
 
-    pool: Pool
+    pool: tiny_model.Pool
     paused: set[str] = dataclasses.field(default_factory=set)
 
     def pause(self, tag: str) -> None:
@@ -74,7 +56,7 @@ class Saver:
 class World(TreeWorld):
     """A tree cache with a store of exact KVs, and SGLang's updater of weights that flushes it."""
 
-    shape, pool_type = SHAPE, Pool
+    shape = SHAPE
 
     def __init__(self, root: Path, **options: Any) -> None:
         self.weights, self.asked = OLD, 0
