@@ -18,10 +18,17 @@ WORDLESS = "--skip-tokenizer-init"
 TINY_FLAGS = ("--dtype=float32", WORDLESS, "--max-running-requests=16")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.serving)
+        if item.get_closest_marker("long") and not config.getoption("full_matrix"):
+            item.add_marker(pytest.mark.skip(reason="it takes long, with --full-matrix"))
+
+
+def long(*values: Any) -> Any:
+    """Values of parameters that take long."""
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
 @pytest.fixture(scope="session")

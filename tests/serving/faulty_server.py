@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import tests.serving.retracting_server  # noqa: F401
@@ -25,11 +24,3 @@ def _kill() -> None:
 # One fault follows the other here, which looks like a disk that never gets well.
 health.LONGEST_PAUSE_S = 0.5
 install(FaultyFileSystem(ControlledFaults(Path(os.environ[CONTROL_VARIABLE])), kill=_kill))
-
-if __name__ == "__main__":
-    from sglang.srt.entrypoints.http_server import launch_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
-
-    load_plugins()
-    launch_server(prepare_server_args(sys.argv[1:]))

@@ -2,8 +2,5 @@
 
 from __future__ import annotations
 
-import bench.core.hicache_server
-import tests.serving.latent_server
-
-assert bench.core.hicache_server
-assert tests.serving.latent_server
+import bench.core.hicache_server  # noqa: F401
+import tests.serving.latent_server  # noqa: F401

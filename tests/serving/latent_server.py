@@ -10,7 +10,6 @@ from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods
     AttnForwardMethod,
 )
 
-import bench.core.server as bench_server
+import bench.core.server  # noqa: F401
 
-assert bench_server
 handler.AttentionBackendRegistry._handlers["torch_native"] = lambda *_: AttnForwardMethod.MLA

@@ -8,14 +8,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import bench.core.server as bench_server
+import bench.core.server  # noqa: F401
 from impress_sglang.blend.plugin import steps as blend_steps
 
 SECONDS = 0.05
 # So many tokens at once, however fast they are.
 TOKENS = 32
 
-assert bench_server
 _run = blend_steps.BlendSteps._run
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from tests.serving.compare import Answer, assert_same, report
 from tests.serving.conftest import Serve
-from tests.serving.damage import store_damaged
 from tests.serving.harness import Server
 from tests.serving.tiny_models import make_model, random_tokens
 
@@ -50,14 +49,6 @@ def test_family_in_float32(server: Server) -> None:
             stored = server.generate(prompt, 12, return_logprob=True)
             assert report(stored)["path"] == path
             assert_same([computed], [stored], 1e-4)
-
-
-def test_family_computes_an_unreadable_prefix(server: Server) -> None:
-    prompt = [*store_damaged(server, 900, seed=81), *random_tokens(3, seed=82)]
-    computed = server.generate(prompt, 12, return_logprob=True)
-    assert report(computed)["path"] == "computed"
-    assert report(computed)["why"]["reason"] == "damaged"
-    assert_same([_computed(server, prompt)], [computed], 1e-4)
 
 
 def test_family_blends(server: Server, family: str) -> None:

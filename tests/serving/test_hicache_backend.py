@@ -13,6 +13,7 @@ from bench.core.servers import HICACHE
 from impress_sglang.cli import DONE
 from impress_sglang.cli.main import main
 from impress_sglang.hicache.packs import SUFFIX
+from tests.damage import flip_bit
 from tests.serving.conftest import TINY_FLAGS
 from tests.serving.harness import LATENT_HICACHE, Server, Zygote, running
 from tests.serving.tiny_models import make_model, random_tokens
@@ -92,9 +93,7 @@ def test_pages_are_kept_and_verified(workdir: Path, tiny_llama: Path, serving: S
         assert again["output_ids"] == computed["output_ids"]
         server.flush()
         (pack,) = packs(store)
-        content = bytearray(pack.read_bytes())
-        content[len(content) // 2] ^= 1
-        pack.write_bytes(content)
+        flip_bit(pack, pack.stat().st_size // 2)
         again = server.generate(prompt, 8)
         assert 0 < stored_by(again) < whole, "pages before the damaged one are whole"
         assert again["output_ids"] == computed["output_ids"]
@@ -157,9 +156,7 @@ def test_two_ranks(workdir: Path, serving: Serving, family: str) -> None:
         # What one rank lacks neither uses.
         server.flush()
         damaged = max(packs(store))
-        content = bytearray(damaged.read_bytes())
-        content[len(content) // 2] ^= 1
-        damaged.write_bytes(content)
+        flip_bit(damaged, damaged.stat().st_size // 2)
         again = server.generate(prompt, 8)
         assert 0 < stored_by(again) < whole
         assert again["output_ids"] == computed["output_ids"]

@@ -22,9 +22,6 @@ KEYS = {"user": "a-users-key", "admin": "the-admins-key"}
 def server(serve: Serve) -> Iterator[Server]:
     """As anybody starts it, with both of SGLang's keys."""
     flags = (
-        "--impress-policy=paper",
-        "--impress-retention=0.25",
-        "--impress-reorder-interval=0",
         "--max-total-tokens=3000",
         f"--api-key={KEYS['user']}",
         f"--admin-api-key={KEYS['admin']}",
@@ -48,21 +45,6 @@ def generate(server: Server, tokens: list[int], **fields: Any) -> dict[str, Any]
     ask(server, "POST", "/flush_cache?timeout=60", "admin").raise_for_status()
     answer: dict[str, Any] = response.json()
     return answer
-
-
-def test_reordering_rewrites_what_pays(server: Server) -> None:
-    prefix = random_tokens(500, seed=2)
-    generate(server, prefix)
-    said = generate(server, [*prefix, *random_tokens(9, seed=3)])["meta_info"]["impress"]
-    assert said["path"] == "ssd" and said["used_tokens"] < said["prefix_tokens"]
-    assert said["why"]["reason"] == "loaded"
-    other = generate(server, [*prefix, 7], extra_key="another-tenant")["meta_info"]["impress"]
-    assert other["why"]["reason"] == "never_stored"
-
-    response = ask(server, "POST", "/impress/reorder", "admin", force=True)
-    assert response.json()["pending"] == 0, "one request has not paid for it"
-    stats = ask(server, "GET", "/impress/stats", "user").json()
-    assert stats["reorder"]["pending"] == stats["reorder"]["segments"] == 0
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,11 @@ from tests.serving.tiny_models import random_tokens
 FLAGS = ("--impress-device-gb=0", "--max-total-tokens=9000", "--max-running-requests=1")
 
 
-@pytest.fixture(scope="module", params=["beside the pass", "in the pass"])
-def deciding(request: pytest.FixtureRequest, serve: Serve) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def deciding(serve: Serve) -> Iterator[Server]:
     """A server that may compute instead of loading, and serves one request at a time."""
-    parts = {
-        "beside the pass": (),
-        "in the pass": ("--impress-policy=paper", "--impress-retention=auto"),
-    }[request.param]
-    own = (*FLAGS, "--impress-load=faster", "--impress-host-gb=0", "--impress-bits=auto", *parts)
-    with serve(f"deciding-{len(parts)}", *own, preload=BENCH) as server:
+    own = (*FLAGS, "--impress-load=faster", "--impress-host-gb=0", "--impress-bits=auto")
+    with serve("deciding", *own, preload=BENCH) as server:
         # What computing takes is learnt from some long prompts.
         for seed in range(4):
             server.generate(random_tokens(1500, seed=900 + seed), 1)
@@ -78,7 +74,6 @@ def test_a_decision_is_reported_with_both_estimates(deciding: Server) -> None:
     assert 0.25 <= said["retention"] <= 1.0 and BITS[0] <= said["bits"] <= 16
 
 
-@pytest.mark.parametrize("deciding", ["beside the pass"], indirect=True)
 def test_auto_is_exact_where_reading_hides_behind_computing(
     deciding: Server, stock: Server
 ) -> None:

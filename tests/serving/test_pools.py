@@ -18,7 +18,7 @@ import pytest
 
 from impress_sglang.store.peers import LOOK_SECONDS
 from tests.serving.compare import Answer, assert_same, paths, report
-from tests.serving.conftest import Serve
+from tests.serving.conftest import Serve, long
 from tests.serving.damage import segments, store_damaged
 from tests.serving.harness import LATENT, SPECULATING, Server
 from tests.serving.tiny_models import (
@@ -103,18 +103,14 @@ def described(kind: str, workdir: Path) -> tuple[str, tuple[str, ...], dict[str,
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks", "usual"),
+    ("kind", "ranks"),
     [
-        *(("e4m3fn", 1, True), ("e4m3fn", 2, False), ("e5m2", 1, False), ("e5m2", 2, True)),
-        *(("latents", 1, False), ("latents", 2, True), ("media", 1, True), ("media", 2, False)),
+        *(("e4m3fn", 1), long("e4m3fn", 2), long("e5m2", 1), ("e5m2", 2)),
+        *(long("latents", 1), ("latents", 2), ("media", 1), long("media", 2)),
     ],
 )
-def test_kinds(
-    workdir: Path, serve: Serve, kind: str, ranks: int, usual: bool, at_length: bool
-) -> None:
+def test_kinds(workdir: Path, serve: Serve, kind: str, ranks: int, at_length: bool) -> None:
     """Two ranks have the same latent vectors, which the first one writes."""
-    if not (usual or at_length):
-        pytest.skip("it takes long, with --full-matrix")
     said, flags, how = described(kind, workdir)
     name, how = f"{kind}-{ranks}", how | {"ranks": ranks}
     with serve(name, *FLAGS, *flags, **how) as server:
@@ -184,11 +180,10 @@ def same_logprobs(left: Sequence[Answer], right: Sequence[Answer]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "ranks", "usual"),
+    ("algorithm", "ranks"),
     [
-        *(("STANDALONE", 1, True), ("STANDALONE", 2, False)),
-        *(("EAGLE", 1, False), ("EAGLE", 2, True), ("EAGLE3", 1, False)),
-        ("NEXTN", 1, False),
+        *(("STANDALONE", 1), long("STANDALONE", 2)),
+        *(long("EAGLE", 1), ("EAGLE", 2), long("EAGLE3", 1), long("NEXTN", 1)),
     ],
 )
 def test_drafts(
@@ -197,7 +192,6 @@ def test_drafts(
     serve: Serve,
     algorithm: str,
     ranks: int,
-    usual: bool,
     at_length: bool,
 ) -> None:
     """Behind what was loaded, as many are accepted as behind what was resident.
@@ -205,11 +199,9 @@ def test_drafts(
     Also where the model's KVs are in few bits, or coded by a basis, beside which a draft's are as
     they were.
     """
-    if not (usual or at_length):
-        pytest.skip("it takes long, with --full-matrix")
     model, draft = MAKERS[algorithm](workdir / algorithm)
     keep = "--impress-keep=both", "--impress-bits=exact"
-    if usual and ranks == 1:
+    if (algorithm, ranks) == ("STANDALONE", 1):
         basis = make_basis(model, workdir / f"{algorithm}.basis")
         keep = "--impress-keep=both", f"--impress-basis={basis}"
     flags = (*TRITON, *speculating(algorithm, draft), *keep)
@@ -243,11 +235,9 @@ def test_drafts(
         assert_outlasts(serve, found["ssd"][-2:], name, *flags, **last)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_adapters(workdir: Path, serve: Serve, ranks: int, at_length: bool) -> None:
+@pytest.mark.parametrize("ranks", [long(1), 2])
+def test_adapters(workdir: Path, serve: Serve, ranks: int) -> None:
     """Nobody reads what other weights have made, also of an adapter with the same name and path."""
-    if not (ranks == 2 or at_length):
-        pytest.skip("it takes long, with --full-matrix")
     folder = make_adapter(workdir / f"adapter-{ranks}", seed=1)
     flags = (
         *("--enable-lora", f"--lora-paths=own={folder}", "--lora-backend=torch_native"),

@@ -1,5 +1,5 @@
-"""Two ranks of a model, over gloo: answers are those of one, also if a rank is slower or loses what
-it stores."""
+"""Two ranks of a model, over gloo, which share its heads, or its layers as stages of a pipeline:
+answers are those of one, also if a rank is slower, loses what it stores or is killed."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ from tests.unit.waiting import wait_until
 
 TOLERANCE = 1e-4
 STAYS_WHOLE = "ranks"
+KINDS = ("ranks", "stages")
 EXACT = {"impress_bits": "exact"}
 # Nothing that ranks wait for takes as long, on a busy machine.
 HANGS_S = 120
 # Fewer tokens are neither stored nor loaded.
 LEAST = 64
+# What stages store before one of them is killed.
+BEFORE = random_tokens(900, 700)
 SECOND = "*0001/segments/*"
 SKEWS = {
     "writes are late": Rule("delay", "rename", SECOND, seconds=0.5),
@@ -70,9 +73,27 @@ def control(workdir: Path) -> FaultControl:
     return FaultControl(workdir / "ranks-faults.json", seed=5)
 
 
-@pytest.fixture(scope="module")
-def ranks(serve: Serve, control: FaultControl) -> Iterator[Server]:
-    with serve("ranks", *FLAGS, ranks=2, faults=control, preload=SKEWED) as server:
+@pytest.fixture(scope="module", params=KINDS)
+def ranks(
+    serve: Serve, stock: Server, control: FaultControl, request: pytest.FixtureRequest
+) -> Iterator[Server]:
+    """Of stages a second life: in the first one the second was killed, which ended the server."""
+    kind = request.param
+    how: dict[str, Any] = {kind: 2, "faults": control, "preload": SKEWED}
+    if kind == "stages":
+        with serve(kind, *FLAGS, quiet=False, **how) as server:
+            server.store_prompts(BEFORE)
+            wait_until(lambda: list(second(server).glob("segments/*/*.kv")), HANGS_S)
+            before = control.hits()["kill rename"]
+            control.set(Rule("kill", "rename", SECOND, name="kill rename"))
+            with contextlib.suppress(requests.RequestException):
+                server.store_prompts(random_tokens(900, 701))
+            wait_until(lambda: not server.process.alive(), HANGS_S)
+            assert control.hits()["kill rename"] == before + 1
+        control.set()
+    with serve(kind, *FLAGS, **how) as server:
+        if kind == "stages":
+            assert same_as(stock, server, [BEFORE], **EXACT) == ["ssd"]
         yield server
 
 
@@ -122,17 +143,15 @@ def test_exact_answers_are_those_of_one_rank(ranks: Server, stock: Server) -> No
     prompts = prompts_of(1, 12)
     same_as(stock, ranks, prompts, **EXACT)
     ranks.flush()
-    assert "ssd" in same_as(stock, ranks, prompts, **EXACT)
+    assert same_as(stock, ranks, prompts, **EXACT).count("ssd") > 3
+    one, two = told_by(ranks, [])
+    assert one["tree"] == two["tree"]
 
 
 def test_answers_in_few_bits_are_those_of_one_rank(ranks: Server, roomy: Server) -> None:
-    assert_same_in_few_bits(roomy, ranks, 200)
-
-
-def assert_same_in_few_bits(server: Server, ranks: Server, seed: int) -> None:
     """Both load what they stored."""
-    prompts, told = [random_tokens(700, seed + number) for number in range(4)], []
-    for own in (server, ranks):
+    prompts, told = [random_tokens(700, 200 + number) for number in range(4)], []
+    for own in (roomy, ranks):
         own.store_prompts(*prompts)
         told.append(ask_all(own, prompts, impress_bits=6))
         assert set(paths(told[-1])) == {"ssd"}
@@ -184,28 +203,31 @@ def told_by(server: Server, prompts: list[list[int]]) -> list[dict[str, Any]]:
 
 
 def test_a_rank_that_differs_changes_no_answer(
-    ranks: Server, stock: Server, control: FaultControl, skew: str, count: int
+    ranks: Server,
+    stock: Server,
+    control: FaultControl,
+    skew: str,
+    count: int,
+    request: pytest.FixtureRequest,
 ) -> None:
-    differ(ranks, stock, control, skew, count)
-
-
-def differ(server: Server, stock: Server, control: FaultControl, skew: str, count: int) -> None:
-    """Let the second rank differ while so much is asked; answers are right, and it heals."""
+    """The second one, while so much is asked; then it heals."""
+    if count < MANY and request.node.callspec.params["ranks"] == "stages":
+        pytest.skip("it takes long, with --rank-requests 100")
     rule, prompts = SKEWS[skew], prompts_of(50 + list(SKEWS).index(skew), 12)
     want = ask_all(stock, prompts)
     # Some are stored before.
-    ask_all(server, prompts[:2], **EXACT)
-    server.flush()
+    ask_all(ranks, prompts[:2], **EXACT)
+    ranks.flush()
     before = control.hits()[rule.name]
     control.set(rule)
     try:
-        ask_often(server, prompts, want, count)
+        ask_often(ranks, prompts, want, count)
     finally:
         control.set()
     assert control.hits()[rule.name] > before, "the rank did not differ"
-    assert_healed(server, prompts, want)
+    assert_healed(ranks, prompts, want)
     if rule.fault == "raise":
-        server.forgive("Unforeseen: injected")
+        ranks.forgive("Unforeseen: injected")
 
 
 def test_a_rank_that_is_killed(
@@ -238,11 +260,10 @@ def test_a_rank_that_is_killed(
         assert_healed(server, prompts, want)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("latent", [False, True])
-def test_ranks_on_two_nodes(workdir: Path, serve: Serve, latent: bool, at_length: bool) -> None:
+def test_ranks_on_two_nodes(workdir: Path, serve: Serve, latent: bool) -> None:
     """Each node has a drive of its own, also for what both have; a second life finds all of it."""
-    if not at_length:
-        pytest.skip("it takes long, with --full-matrix")
     prompts, told, flags = prompts_of(90, 6), [], FLAGS
     how: dict[str, Any] = {"ranks": 2, "waits": False, "quiet": False}
     if latent:
@@ -296,21 +317,17 @@ def test_what_the_agreement_costs(
 
 
 def test_a_file_that_is_gone_or_damaged_on_one_rank(ranks: Server, stock: Server) -> None:
-    assert_stored_again(ranks, stock, 300)
-
-
-def assert_stored_again(server: Server, stock: Server, seed: int) -> None:
     """What the second rank has lost all compute, and load the next time."""
-    prompts = [random_tokens(900, seed + number) for number in range(2)]
-    before = set(second(server).glob("segments/*/*.kv"))
-    server.store_prompts(*prompts)
-    gone, damaged = sorted(set(second(server).glob("segments/*/*.kv")) - before)
+    prompts = [random_tokens(900, 300 + number) for number in range(2)]
+    before = set(second(ranks).glob("segments/*/*.kv"))
+    ranks.store_prompts(*prompts)
+    gone, damaged = sorted(set(second(ranks).glob("segments/*/*.kv")) - before)
     gone.unlink()
     flip_value(damaged)
-    assert same_as(stock, server, prompts, **EXACT) == ["computed"] * 2
-    wait_until(lambda: is_well(server), HANGS_S)
-    server.flush()
-    assert same_as(stock, server, prompts, **EXACT) == ["ssd"] * 2
+    assert same_as(stock, ranks, prompts, **EXACT) == ["computed"] * 2
+    wait_until(lambda: is_well(ranks), HANGS_S)
+    ranks.flush()
+    assert same_as(stock, ranks, prompts, **EXACT) == ["ssd"] * 2
 
 
 def second(server: Server) -> Path:
@@ -320,7 +337,14 @@ def second(server: Server) -> Path:
 
 
 def test_aborts_and_orders_reach_all_ranks(ranks: Server, stock: Server) -> None:
+    """Orders do so between batches, too."""
     prompts = prompts_of(7, 6)
+    ranks.store_prompts(*prompts)
+    with ThreadPoolExecutor(1) as pool, watched(ranks):
+        asked = pool.submit(ask_all, ranks, prompts, **EXACT)
+        while not asked.done():
+            assert ranks.post("/impress/purge", all=True).ok
+        assert_same(ask_all(stock, prompts), asked.result(HANGS_S), TOLERANCE)
     ranks.store_prompts(*prompts)
     ranks.abort_in_every_phase(prompts)
     assert ranks.stats()["integrity"] == "ok"

@@ -17,7 +17,7 @@ import pytest
 
 from tests.serving.compare import assert_same, logprob_distance, paths, report
 from tests.serving.conftest import TINY_FLAGS, Serve
-from tests.serving.damage import flip_value
+from tests.serving.damage import store_damaged
 from tests.serving.harness import ROOT, STOCK, Server, Zygote, running
 from tests.serving.tiny_models import make_model, random_tokens
 
@@ -67,12 +67,6 @@ def torch_native(model: Path, serve: Serve) -> Iterator[Server]:
         yield server
 
 
-def store_prefix(servers: list[Server], length: int, seed: int) -> list[int]:
-    for server in servers:
-        server.store(length, seed)
-    return random_tokens(length, seed)
-
-
 @pytest.mark.skipif("os.environ['TESTS_DEVICE'] == 'cuda'", reason="Triton does not interpret")
 def test_rows_of_backends(workdir: Path, zygote: Zygote) -> None:
     """Those of `tests/integration` that need an interpreting Triton."""
@@ -84,51 +78,37 @@ def test_rows_of_backends(workdir: Path, zygote: Zygote) -> None:
     assert "6 passed" in told
 
 
-def test_whole_prefixes_give_the_answers_of_stock(stock_triton: Server, triton: Server) -> None:
-    stored = store_prefix([triton], 100, seed=1)
+@pytest.mark.parametrize(
+    ("way", "exact"), [("triton", EXACT), ("beside", {"impress_bits": "exact"})]
+)
+def test_whole_prefixes_give_the_answers_of_stock(
+    request: pytest.FixtureRequest, stock_triton: Server, way: str, exact: dict[str, Any]
+) -> None:
+    """Whether they load in the pass or beside it."""
+    server: Server = request.getfixturevalue(way)
+    stored = server.store(100, seed=1)
     batch = [
         [*stored, *random_tokens(20, seed=2)],
         [*stored, *random_tokens(CHUNK + 10, seed=3)],
         random_tokens(60, seed=4),
     ]
     expected = stock_triton.generate_together(batch, 4, return_logprob=True)
-    actual = triton.generate_together(batch, 4, return_logprob=True, **EXACT)
+    actual = server.generate_together(batch, 4, return_logprob=True, **exact)
     assert_same(expected, actual, 1e-4)
     assert paths(actual)[2] == "computed" and "ssd" in paths(actual)[:2]
-    resident = triton.generate(batch[0], 4, return_logprob=True, **EXACT)
+    resident = server.generate(batch[0], 4, return_logprob=True, **exact)
     assert_same(expected[:1], [resident], 1e-4)
     assert paths([resident]) == ["device"]
-
-
-def test_what_loads_beside_the_pass_is_an_ordinary_prefix(
-    stock_triton: Server, beside: Server
-) -> None:
-    stored = store_prefix([beside], 100, seed=51)
-    batch = [
-        [*stored, *random_tokens(20, seed=52)],
-        [*stored, *random_tokens(CHUNK + 10, seed=53)],
-        random_tokens(60, seed=54),
-    ]
-    exact = {"impress_bits": "exact"}
-    expected = stock_triton.generate_together(batch, 4, return_logprob=True)
-    actual = beside.generate_together(batch, 4, return_logprob=True, **exact)
-    assert_same(expected, actual, 1e-4)
-    assert sorted(paths(actual)[:2]) == ["device", "ssd"] and paths(actual)[2] == "computed"
-    resident = beside.generate(batch[0], 4, return_logprob=True, **exact)
-    assert_same(expected[:1], [resident], 1e-4)
-    assert paths([resident]) == ["device"]
-    few = [beside.generate(batch[0], 4, return_logprob=True) for _ in range(2)]
-    assert paths(few) == ["ssd", "device"] and report(few[0])["approximate"]
-    assert_same(few[:1], few[1:], 1e-4)
+    if way == "beside":
+        few = [server.generate(batch[0], 4, return_logprob=True) for _ in range(2)]
+        assert paths(few) == ["ssd", "device"] and report(few[0])["approximate"]
+        assert_same(few[:1], few[1:], 1e-4)
 
 
 def test_a_request_with_a_damaged_prefix_ends_and_the_next_is_computed(
     stock_triton: Server, triton: Server
 ) -> None:
-    prompt = [*store_prefix([triton], 80, seed=41), *random_tokens(6, seed=42)]
-    directory = Path(triton.stats()["store"]["directory"])
-    newest = max(directory.glob("segments/*/*.kv"), key=lambda path: path.stat().st_mtime)
-    flip_value(newest)
+    prompt = [*store_damaged(triton, 80, seed=41), *random_tokens(6, seed=42)]
     expected = stock_triton.generate(prompt, 2, return_logprob=True)
     ended = triton.generate(prompt, 2, **EXACT)
     assert ended["meta_info"]["finish_reason"]["type"] == "abort"
@@ -140,7 +120,9 @@ def test_parts_of_prefixes_give_the_answers_of_torch_native(
     triton: Server, torch_native: Server
 ) -> None:
     servers = [torch_native, triton]
-    stored = [store_prefix(servers, length, seed=length) for length in (100, 66)]
+    stored = [random_tokens(length, seed=length) for length in (100, 66)]
+    for server in servers:
+        server.store_prompts(*stored)
     batch = [
         [*stored[0], *random_tokens(16, seed=12)],
         [*stored[1], *random_tokens(9, seed=13)],
@@ -158,8 +140,10 @@ def test_parts_of_prefixes_give_the_answers_of_torch_native(
 
 def test_decoding_beside_prefill(triton: Server, torch_native: Server) -> None:
     """MIXED batches: one request decodes on a part of a prefix while another is computed."""
-    servers = [torch_native, triton]
-    prompt = [*store_prefix(servers, 80, seed=21), *random_tokens(8, seed=22)]
+    prefix = random_tokens(80, seed=21)
+    for server in (torch_native, triton):
+        server.store_prompts(prefix)
+    prompt = [*prefix, *random_tokens(8, seed=22)]
     other = random_tokens(2 * CHUNK, seed=23)
     expected = [torch_native.generate(ids, 6) for ids in (prompt, other)]
     with ThreadPoolExecutor() as pool:

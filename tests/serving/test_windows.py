@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.serving.compare import assert_same, paths, report
-from tests.serving.conftest import Serve
+from tests.serving.conftest import Serve, long
 from tests.serving.harness import WINDOWS
 from tests.serving.test_pools import assert_comes_back, assert_comes_in_few_bits
 from tests.serving.tiny_models import WINDOW, make_model, random_tokens
@@ -22,21 +22,17 @@ CRAMPED = ("--max-total-tokens=5120", "--swa-full-tokens-ratio=0.3", "--chunked-
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks", "usual"),
+    ("family", "ranks"),
     [
-        *(("cohere2", 1, False), ("cohere2", 2, True)),
-        *(("olmo3", 1, False), ("olmo3", 2, False), ("gemma3", 1, True)),
+        *(long("cohere2", 1), ("cohere2", 2)),
+        *(long("olmo3", 1), long("olmo3", 2), ("gemma3", 1)),
     ],
 )
-def test_windows(
-    serve: Serve, workdir: Path, family: str, ranks: int, usual: bool, at_length: bool
-) -> None:
+def test_windows(serve: Serve, workdir: Path, family: str, ranks: int) -> None:
     """Also behind a fork, in few bits, and after a restart.
 
     The first family has a pool for layers with windows, the others one pool for all.
     """
-    if not (usual or at_length):
-        pytest.skip("it takes long, with --full-matrix")
     flags = ("--max-total-tokens=9000", "--impress-bits=exact")
     name, model = f"windows-{family}-{ranks}", make_model(family, workdir / family)
     how: dict[str, Any] = {"model": model, "preload": WINDOWS, "ranks": ranks}

@@ -27,6 +27,15 @@ _GROUPED: dict[str, Any] = {
     # Wide enough that greedy choices are not near ties.
     "initializer_range": 0.15,
 }
+_LEARNED: dict[str, Any] = {
+    **_COMMON,
+    "hidden_size": 128,
+    "word_embed_proj_dim": 128,
+    "ffn_dim": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "init_std": 0.15,
+}
 # Of 64 and 16 elements, and dense: experts need kernels that a CPU has not.
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 8,
@@ -97,53 +106,41 @@ _MEDIA: dict[str, Any] = {
 }
 
 
+# The library's class of a family's configuration, and what it is made of.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", _GROUPED),
+    "qwen2": ("Qwen2", _GROUPED),
+    "qwen3": ("Qwen3", {**_GROUPED, "head_dim": 16}),
+    "opt": ("OPT", _LEARNED),
+    "deepseek_v2": ("DeepseekV2", {**_GROUPED, **_LATENT}),
+    "cohere2": ("Cohere2", {**_GROUPED, **_WINDOWS, **_OWN_POOL}),
+    "gemma3": ("Gemma3Text", {**_GROUPED, **_WINDOWS, "head_dim": 16, "query_pre_attn_scalar": 16}),
+    "olmo3": ("Olmo3", {**_GROUPED, **_WINDOWS}),
+    "qwen3_next": ("Qwen3Next", {**_GROUPED, **_STATES}),
+    "qwen2_vl": ("Qwen2VL", _MEDIA),
+}
+# What SGLang finds in the file of a configuration, and the library does not write.
+_ALSO: dict[str, dict[str, Any]] = {
+    # SGLang has one class for both.
+    "olmo3": {"architectures": ["Olmo2ForCausalLM"]},
+    # The library has the kinds of layers instead.
+    "qwen3_next": {"full_attention_interval": 2},
+}
+
+
 def make_model(family: str, folder: Path, **overrides: Any) -> Path:
     """Save a model of a family with fixed random weights; returns its folder."""
     import torch
     import transformers
 
     torch.manual_seed(5)
-    if family == "deepseek_v2":
-        config = transformers.DeepseekV2Config(**{**_GROUPED, **_LATENT, **overrides})
-    elif family == "cohere2":
-        config = transformers.Cohere2Config(**{**_GROUPED, **_WINDOWS, **_OWN_POOL, **overrides})
-    elif family == "gemma3":
-        own = {"head_dim": 16, "query_pre_attn_scalar": 16}
-        config = transformers.Gemma3TextConfig(**{**_GROUPED, **_WINDOWS, **own, **overrides})
-    elif family == "olmo3":
-        config = transformers.Olmo3Config(**{**_GROUPED, **_WINDOWS, **overrides})
-    elif family == "qwen3_next":
-        config = transformers.Qwen3NextConfig(**{**_GROUPED, **_STATES, **overrides})
-    elif family == "qwen2_vl":
-        config = transformers.Qwen2VLConfig(**_MEDIA)
-    elif family == "llama":
-        config = transformers.LlamaConfig(**{**_GROUPED, **overrides})
-    elif family == "qwen2":
-        config = transformers.Qwen2Config(**{**_GROUPED, **overrides})
-    elif family == "qwen3":
-        config = transformers.Qwen3Config(**{**_GROUPED, "head_dim": 16, **overrides})
-    else:
-        config = transformers.OPTConfig(
-            **_COMMON,
-            hidden_size=128,
-            word_embed_proj_dim=128,
-            ffn_dim=256,
-            num_hidden_layers=3,
-            num_attention_heads=8,
-            init_std=0.15,
-            **overrides,
-        )
+    name, own = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**{**own, **overrides})
     auto = "AutoModelForImageTextToText" if family == "qwen2_vl" else "AutoModelForCausalLM"
     model = getattr(transformers, auto).from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
-    if family == "olmo3":
-        # SGLang has one class for both.
-        path = folder / "config.json"
-        path.write_text(path.read_text().replace("Olmo3ForCausalLM", "Olmo2ForCausalLM"))
-    if family == "qwen3_next":
-        # The library has the kinds of layers instead.
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"full_attention_interval": 2}))
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | _ALSO.get(family, {})))
     return folder
 
 
