@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import (
     InitLoadBackParams,
@@ -21,7 +19,6 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
-from sglang.srt.sampling.sampling_params import SamplingParams
 
 from impress_sglang.paper.loader import LayerInputs
 from impress_sglang.paper.plugin.part_cache import PartCache
@@ -29,7 +26,7 @@ from impress_sglang.paper.runtime import ServingRuntime, StoredRequest
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.storage.layout import KVShape
 from tests.integration.tiny_model import Pool
-from tests.integration.tree_world import IDENTITY, check_slots
+from tests.integration.tree_world import IDENTITY, check_slots, matched, new_request
 from tests.integration.worlds import STORED, TOKENS
 from tests.unit.kv_factory import make_shape
 from tests.unit.store_checks import check_store
@@ -77,25 +74,15 @@ class PaperWorld:
     def read_identity(self) -> str:
         return self.identity
 
-    def request(self, rid: str, tokens: Sequence[int], **wanted: object) -> Any:
-        """SGLang's; `wanted` are custom parameters, without `impress_`."""
-        custom = {f"impress_{name}": value for name, value in wanted.items()} or None
-        req: Any = Req(rid, "", array("q", tokens), SamplingParams(custom_params=custom))
-        req.full_untruncated_fill_ids = req.origin_input_ids
-        return req
-
     def match(self, req: Any) -> MatchResult:
         """A request is matched, and SGLang notes what was found."""
-        tokens = req.origin_input_ids
-        key = RadixKey(tokens, req.extra_key, limit=len(tokens) - 1)
-        match = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
-        req.last_node, req.host_hit_length = match.last_device_node, match.host_hit_length
-        req.prefix_len = match.device_prefix_len
+        match = matched(self.cache, req)
+        req.host_hit_length, req.prefix_len = match.host_hit_length, match.device_prefix_len
         return match
 
-    def ask(self, rid: str, **wanted: object) -> Any:
+    def ask(self, rid: str, **wanted: Any) -> Any:
         """A request that begins with the stored prompt is matched."""
-        req = self.request(rid, [*STORED, *range(5000, 5008)], **wanted)
+        req = new_request(rid, [*STORED, *range(5000, 5008)], **wanted)
         self.match(req)
         return req
 
@@ -127,7 +114,7 @@ class PaperWorld:
 
     def prefill(self, rid: str, tokens: Sequence[int]) -> Any:
         """A prompt is computed and resident; its write may still go on. Returns its request."""
-        req = self.request(rid, tokens)
+        req = new_request(rid, tokens)
         self.match(req)
         slots = self.allocator.alloc(len(tokens))
         assert slots is not None

@@ -19,7 +19,7 @@ from impress_sglang.plugin.admin import handle
 from impress_sglang.serving.load_planner import LoadPlan
 from impress_sglang.serving.why import Reason
 from tests.integration.paper_world import SHAPE, PaperWorld
-from tests.integration.tree_world import check_slots, report_of
+from tests.integration.tree_world import check_slots, new_request, report_of
 from tests.integration.worlds import NEW, OTHER, STORED, TOKENS, World
 from tests.unit.waiting import wait_until
 
@@ -145,7 +145,7 @@ def test_what_is_against_a_request_is_asked_once(
         return refusal
 
     monkeypatch.setattr(known, "serve_refusal", refuse)
-    req = world.request("r", STORED)
+    req = new_request("r", STORED)
 
     assert (world.match(req).host_hit_length > 0) == (refusal is None)
     report = report_of(req)

@@ -63,9 +63,18 @@ def refusal(llama: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., st
     return refused
 
 
-def test_accepted(llama: Path) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--impress-schedule=classes", "--schedule-policy=lpm"],
+        ["--impress-truncate=0.5"],
+        ["--allow-auto-truncate"],
+    ],
+)
+def test_accepted(llama: Path, flags: list[str]) -> None:
     """The control: without a reason to refuse, the options resolve to our tree and attention."""
-    view = resolve(llama)
+    view = resolve(llama, *flags)
     assert view.radix_cache_backend == "impress"
     assert view.attention_backend == "torch_native"
 
@@ -126,21 +135,6 @@ def test_servers_without_parts_of_prefixes(
         assert sentence.endswith(f"or drop {more.replace('=', ' ')}")
 
 
-def test_orders_in_which_nobody_may_change_places(llama: Path, refusal: Callable[..., str]) -> None:
-    schedule = "--impress-schedule=classes"
-    resolve(llama, schedule, "--schedule-policy=lpm")
-    for order in ("random", "lof", "routing-key", "shortest-prefill-first"):
-        sentence = refusal(schedule, f"--schedule-policy={order}")
-        assert f"--schedule-policy {order}: choose" in sentence
-
-
-def test_prompts_are_not_cut_at_both_ends(llama: Path, refusal: Callable[..., str]) -> None:
-    truncate = "--impress-truncate=0.5"
-    resolve(llama, truncate)
-    resolve(llama, "--allow-auto-truncate")
-    assert "drop one of them" in refusal(truncate, "--allow-auto-truncate")
-
-
 def test_without_the_flag_nothing_changes(llama: Path) -> None:
     view = resolve(llama, "--attention-backend=torch_native", enabled=False)
     assert view.radix_cache_backend is None
@@ -172,6 +166,16 @@ def test_without_the_flag_nothing_changes(llama: Path) -> None:
         (["--model-impl=transformers"], "--model-impl"),
         (["--forward-hooks=[{}]"], "--forward-hooks"),
         (["--radix-cache-backend=flexkv"], "--radix-cache-backend"),
+        # Prompts would be cut at both ends.
+        (["--impress-truncate=0.5", "--allow-auto-truncate"], "drop one of them"),
+        # Orders in which nobody may change places.
+        *(
+            (
+                ["--impress-schedule=classes", f"--schedule-policy={order}"],
+                f"--schedule-policy {order}: choose",
+            )
+            for order in ("random", "lof", "routing-key", "shortest-prefill-first")
+        ),
         # And ours.
         (["--impress-retention=0"], "--impress-retention must be"),
         (["--impress-retention=0.5"], "--impress-retention 0.5 needs --impress-policy paper"),

@@ -22,7 +22,7 @@ from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from impress_sglang.storage.layout import KVShape
 from tests.integration.tiny_model import draw
-from tests.integration.tree_world import TreeWorld, told_of
+from tests.integration.tree_world import TreeWorld, assert_same_kvs, told_of
 
 PREFIX = 320
 EXACT: dict[str, Any] = {"bits": "exact"}
@@ -65,9 +65,7 @@ def test_exact_kvs_are_those_that_were_computed(world: TreeWorld) -> None:
     world.flush()
     told, loaded = kvs_of(world, "loaded", draw(3, PREFIX + 1), **EXACT)
     assert told["path"] == "ssd" and told["loaded_tokens"] == PREFIX and not told["approximate"]
-    for own, others in zip(loaded, computed, strict=True):
-        assert torch.equal(own[0][:PREFIX], others[0][:PREFIX])
-        assert torch.equal(own[1][:PREFIX], others[1][:PREFIX])
+    assert_same_kvs(loaded, computed, PREFIX)
 
 
 @pytest.mark.parametrize("page", [32, 64, 128])
@@ -81,9 +79,7 @@ def test_other_sizes_of_pages(tmp_path: Path, page: int) -> None:
         whole = length // page * page
         told, loaded = kvs_of(world, name, [*prompt[:length], *draw(6, 9)], **EXACT)
         assert told["loaded_tokens"] + told["resident_tokens"] == whole
-        for own, others in zip(loaded, computed, strict=True):
-            assert torch.equal(own[0][:whole], others[0][:whole])
-            assert torch.equal(own[1][:whole], others[1][:whole])
+        assert_same_kvs(loaded, computed, whole)
         world.check_slots()
     world.close()
 
@@ -129,9 +125,7 @@ def test_slots_whose_drafts_depend_on_the_next_token(
             told, loaded = kvs_of(world, f"{name} {again}", asked)
             whole = (len(asked) - 2) // page_size * page_size
             assert (told["path"], told["loaded_tokens"]) == ("ssd", whole)
-            for own, others in zip(loaded, computed, strict=True):
-                assert torch.equal(own[0][:whole], others[0][:whole])
-                assert torch.equal(own[1][:whole], others[1][:whole])
+            assert_same_kvs(loaded, computed, whole)
             world.check_slots()
         assert world.run(f"{name} at once", asked)["path"] == "device"
         world.flush()

@@ -19,7 +19,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req, ReqKvInfo
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -54,6 +54,37 @@ class Batch:
 
     def is_empty(self) -> bool:
         return not self.reqs
+
+
+def new_request(
+    rid: str,
+    tokens: Sequence[int],
+    namespace: str | None = None,
+    sampling: dict[str, Any] | None = None,
+    **wanted: object,
+) -> Any:
+    """SGLang's; `wanted` are custom parameters, without `impress_`."""
+    custom = {f"impress_{name}": value for name, value in wanted.items()} or None
+    params = SamplingParams(custom_params=custom, **({"max_new_tokens": 4} | (sampling or {})))
+    req: Any = Req(rid, "", array("q", tokens), params, extra_key=namespace)
+    req.full_untruncated_fill_ids = req.origin_input_ids
+    return req
+
+
+def matched(cache: Any, req: Any) -> MatchResult:
+    """What SGLang finds in a tree for a request, all but its last token, and notes of it."""
+    tokens = req.full_untruncated_fill_ids
+    key = RadixKey(tokens, req.extra_key, limit=len(tokens) - 1)
+    match = cache.match_prefix(MatchPrefixParams(key=key, req=req))
+    req.last_node = match.last_device_node
+    return match
+
+
+def assert_same_kvs(left: tiny_model.KVs, right: tiny_model.KVs, length: int) -> None:
+    """Of the first tokens, in all layers, to the bit."""
+    for own, others in zip(left, right, strict=True):
+        for mine, other in zip(own, others, strict=True):
+            assert torch.equal(mine[:length], other[:length])
 
 
 def report_of(req: Any) -> Report | None:
@@ -177,20 +208,9 @@ class TreeWorld:
         assert self.cache.loads is not None
         return self.cache.loads
 
-    def request(
-        self,
-        rid: str,
-        tokens: Sequence[int],
-        *,
-        namespace: str | None = None,
-        sampling: dict[str, Any] | None = None,
-        **wanted: object,
-    ) -> Any:
-        """One that is queued; `wanted` are custom parameters, without `impress_`."""
-        custom = {f"impress_{name}": value for name, value in wanted.items()} or None
-        params = SamplingParams(custom_params=custom, **({"max_new_tokens": 4} | (sampling or {})))
-        req: Any = Req(rid, "", array("q", tokens), params, extra_key=namespace)
-        req.full_untruncated_fill_ids = req.origin_input_ids
+    def request(self, rid: str, tokens: Sequence[int], **wanted: Any) -> Any:
+        """One that is queued; see `new_request`."""
+        req = new_request(rid, tokens, **wanted)
         self.match(req)
         self.scheduler.waiting_queue.append(req)
         self.cache.prefetch_from_storage(req.cache_request_handle)
@@ -198,11 +218,7 @@ class TreeWorld:
 
     def match(self, req: Any) -> int:
         """How many tokens SGLang finds in its tree for a request."""
-        tokens = req.full_untruncated_fill_ids
-        key = RadixKey(tokens, req.extra_key, limit=len(tokens) - 1)
-        match = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
-        req.last_node = match.last_device_node
-        return int(match.device_prefix_len)
+        return int(matched(self.cache, req).device_prefix_len)
 
     def poll(self) -> None:
         """What the scheduler does once per pass."""
