@@ -148,6 +148,17 @@ def test_the_second_request_hits_what_the_first_one_blended(world: TreeWorld) ->
         world.jobs.wait_for_loader(10)
 
 
+@one_page_size
+def test_those_who_ask_at_once_share_a_blend(world: TreeWorld) -> None:
+    waiting = [world.request(f"r{number}", PROMPT, store=False, **ASKED) for number in range(3)]
+    world.poll()
+    assert len(list(world.jobs.loading)) == 1
+    told = [world.serve(req) for req in waiting]
+    assert [own["why"]["reason"] for own in told] == ["blended", "shared", "shared"]
+    assert [own["loaded_tokens"] > 0 for own in told] == [True, False, False]
+    assert sum(own["ssd_bytes"] > 0 for own in told) == 1
+
+
 def test_what_was_blended_is_stored_with_a_mark(world: TreeWorld) -> None:
     whole = len(PROMPT) // world.cache.page_size * world.cache.page_size
     world.run("r", PROMPT, **ASKED)

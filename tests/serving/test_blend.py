@@ -244,19 +244,3 @@ def test_who_goes_away_leaves_a_blend_at_once(slow: Server, phase: str) -> None:
     slow.assert_whole()
     told = report(slow.generate(prompt, 1, **asking(0.0, impress_store=False)))
     assert told["why"]["reason"] == "blended"
-
-
-def test_requests_of_a_class_share_a_blend(slow: Server) -> None:
-    """While it is made, and afterwards; others do not see it, and who must be exact is."""
-    own = documents(25, 400, 400)
-    store(slow, joined(own, [0, 1], 1))
-    prompt = joined(own, [1, 0], 3)
-    asked = asking(0.25, impress_store=False)
-    together = [report(own) for own in slow.generate_together([prompt] * 3, 1, **asked)]
-    assert sorted(own["loaded_tokens"] for own in together)[:2] == [0, 0]
-    assert sum(own["ssd_bytes"] > 0 for own in together) <= 1
-    assert {own["why"]["reason"] for own in together} == {"blended", "shared"}
-    assert report(slow.generate(prompt, 1, **asked))["path"] == "device"
-    for blend, fields in (("off", {}), (0.25, {"impress_bits": "exact"}), (0.75, {})):
-        told = report(slow.generate(prompt, 1, **asking(blend, impress_store=False, **fields)))
-        assert told["resident_tokens"] < 100, (blend, fields)

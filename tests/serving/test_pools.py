@@ -1,4 +1,4 @@
-"""Pools beside keys and values in the model's dtype: what comes back is what was resident.
+"""Architectures, dtypes and pools: what comes back is what was resident.
 
 An answer behind resident KVs is the reference, for what was computed may differ: a pass reads new
 KVs before they are rounded. Without `--full-matrix` each kind of KVs has one server and one life,
@@ -83,36 +83,39 @@ def assert_comes_in_few_bits(server: Server) -> None:
     assert 0.0 < abs(first - other) < 0.3
 
 
-def described(kind: str, workdir: Path) -> tuple[str, tuple[str, ...], dict[str, Any]]:
-    """What a server says of its KVs, and how it is started."""
-    if kind == "latents":
-        model = make_model("deepseek_v2", workdir / "deepseek")
-        return (
-            "latent vectors (MLA) are stored as they are",
-            (),
-            {"model": model, "preload": LATENT},
-        )
-    if kind == "media":
-        # Three positions of a token are the same one.
-        model = make_model("qwen2_vl", workdir / "qwen2_vl")
-        add_tokenizer(model, media=True)
-        flags = "--enable-multimodal", "--impress-bits=exact", "--impress-keep=both"
-        return "", flags, {"model": model}
-    said = f"KVs in torch.float8_{kind} are stored as they are"
-    return said, (f"--kv-cache-dtype=fp8_{kind.removesuffix('fn')}",), {}
+EXACTLY = ("--impress-bits=exact", "--impress-keep=both")
+SMALL_CHUNKS = (*EXACTLY, "--chunked-prefill-size=128")
+EIGHT_BITS = "KVs in torch.float8_{} are stored as they are"
+# A family, how it is started, and what it says of its KVs.
+KINDS: dict[str, tuple[str, tuple[str, ...], str | None, str]] = {
+    "e4m3fn": ("llama", ("--kv-cache-dtype=fp8_e4m3",), None, EIGHT_BITS.format("e4m3fn")),
+    "e5m2": ("llama", ("--kv-cache-dtype=fp8_e5m2",), None, EIGHT_BITS.format("e5m2")),
+    "latents": ("deepseek_v2", (), LATENT, "latent vectors (MLA) are stored as they are"),
+    # Three positions of a token are the same one.
+    "media": ("qwen2_vl", ("--enable-multimodal", *EXACTLY), None, ""),
+    # What learns positions cannot blend.
+    "opt": ("opt", SMALL_CHUNKS, None, ""),
+    "qwen2": ("qwen2", (*SMALL_CHUNKS, "--impress-blend=auto"), None, ""),
+    "qwen3": ("qwen3", (*SMALL_CHUNKS, "--impress-blend=auto"), None, ""),
+    "bfloat16": ("llama", (*SMALL_CHUNKS, "--dtype=bfloat16"), None, ""),
+}
 
 
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [
+        *(("opt", 1), ("qwen2", 1), ("qwen3", 1), ("bfloat16", 1)),
         *(("e4m3fn", 1), long("e4m3fn", 2), long("e5m2", 1), ("e5m2", 2)),
         *(long("latents", 1), ("latents", 2), ("media", 1), long("media", 2)),
     ],
 )
 def test_kinds(workdir: Path, serve: Serve, kind: str, ranks: int, at_length: bool) -> None:
     """Two ranks have the same latent vectors, which the first one writes."""
-    said, flags, how = described(kind, workdir)
-    name, how = f"{kind}-{ranks}", how | {"ranks": ranks}
+    family, flags, preload, said = KINDS[kind]
+    model, name = make_model(family, workdir / kind), f"{kind}-{ranks}"
+    if kind == "media":
+        add_tokenizer(model, media=True)
+    how: dict[str, Any] = {"model": model, "preload": preload, "ranks": ranks}
     with serve(name, *FLAGS, *flags, **how) as server:
         assert said in server.log_text()
         shared = ranks > 1 and kind == "latents"
@@ -121,9 +124,28 @@ def test_kinds(workdir: Path, serve: Serve, kind: str, ranks: int, at_length: bo
             assert_comes_in_few_bits(server)
         elif kind == "latents":
             assert set((workdir / f"store-{name}").glob("*/segments/*/*.kv")) == segments(server)
+        elif family in ("opt", "qwen2", "qwen3"):
+            assert_blends(server, family)
         server.assert_whole()
     if at_length:
         assert_outlasts(serve, told, name, *FLAGS, *flags, **how)
+
+
+def assert_blends(server: Server, family: str) -> None:
+    """With biases, or norms of heads: what was blended is what the server computes itself."""
+    stored = server.store(1000, seed=93)
+    prompt = [*random_tokens(9, seed=94), *stored[700:], *stored[:700], *random_tokens(9, seed=95)]
+    # All tokens are computed again, but not by way of SGLang's own pass.
+    asked = {"impress_blend": 0.99999, "impress_bits": 6, "impress_store": False}
+    response = server.ask(prompt, 12, return_logprob=True, **asked)
+    if family == "opt":
+        assert response.status_code == 400 and "does not blend" in response.text
+        return
+    blended = response.json()
+    assert report(blended)["path"] == "ssd" and report(blended)["approximate"]
+    computed = server.generate(prompt, 12, return_logprob=True, extra_key="other")
+    assert report(computed)["path"] == "computed"
+    assert_same([computed], [blended], 1e-4)
 
 
 def assert_outlasts(
