@@ -101,7 +101,9 @@ def test_a_request_is_ended_if_its_prefix_cannot_be_loaded(world: PaperWorld, pa
     world.cache.checkpoint(req, up_to=len(req.origin_input_ids))
     req.to_finish = req.discard_output_reason
     req.update_finish_state(0)
+    before = world.runtime.totals["requests"]
     world.cache.on_release(req, checkpointed=False)
+    assert world.runtime.totals["requests"] == before + 1, "it is counted, and learnt from"
     report = report_of(req)
     assert report is not None and report["why"]["reason"] == Reason.DAMAGED
     assert not world.runtime.live and not world.cache._private_tokens
