@@ -7,14 +7,15 @@ import contextlib
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from bench.core.data import kv_bytes_per_token
 from bench.core.options import DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option, one_of
-from bench.core.report import Row
+from bench.core.report import Row, interval
 from bench.core.servers import HICACHE, HICACHE_MBPS, OURS, STOCK, Server, Servers
 from impress_sglang.cli.main import HICACHE as BACKEND
 
@@ -42,7 +43,6 @@ HICACHE_FLAGS = (
 HICACHE_FOLDER = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 # HiCache refuses a pool on the host that is not larger than the device's.
 HOST_RATIO = 1.05
-RESAMPLES = 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +100,13 @@ def compare(rows: Sequence[Row]) -> None:
     where about half of the requests find all in the pool.
     """
     for row in rows:
-        own, first = (
-            np.array(other["ttfts"])
-            for other in (row, next(other for other in rows if other["mbps"] == row["mbps"]))
-        )
-        drawn = np.random.default_rng(0).integers(0, len(own), (RESAMPLES, len(own)))
+        first = next(other for other in rows if other["mbps"] == row["mbps"])
+        pairs = np.stack([row["ttfts"], first["ttfts"]], axis=-1)
         for name, of in (("p50_ratio", np.median), ("mean_ratio", np.mean)):
-            low, high = np.percentile(of(own[drawn], 1) / of(first[drawn], 1), [2.5, 97.5])
-            row[name] = f"{of(own) / of(first):.2f} [{low:.2f}, {high:.2f}]"
+
+            def ratio(drawn: Any, axis: int = 0, of: Callable[..., Any] = of) -> Any:
+                own, base = of(drawn, axis=axis).T
+                return own / base
+
+            low, high = interval([pairs], of=ratio)
+            row[name] = f"{ratio(pairs):.2f} [{low:.2f}, {high:.2f}]"

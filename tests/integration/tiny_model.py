@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
 from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from torch import Tensor
 
@@ -134,7 +133,6 @@ class Model:
         self.layers = [layer_of(shape, index) for index in range(shape.num_layers)]
         # Of each run of a layer: its number, and how many tokens it had.
         self.computed: list[list[int]] = []
-        self.logits = 0
 
     def projected(self, hidden: Tensor, positions: Tensor, layer: int) -> tuple[Tensor, ...]:
         """Queries, keys and values [t, heads, D]."""
@@ -152,15 +150,6 @@ class Model:
 
     def modules(self) -> tuple[()]:
         return ()
-
-    def forward(self, input_ids: Tensor, positions: Tensor, batch: Any) -> None:
-        """All layers, as SGLang runs them."""
-        assert batch.forward_mode == ForwardMode.EXTEND and batch.batch_size == 1
-        assert batch.seq_lens.tolist() == [positions[-1] + 1]
-        hidden = self.embedding[input_ids]
-        for layer in range(len(self.layers)):
-            hidden = hidden + self.layer(hidden, positions, layer)
-        self.logits += 1
 
     def forward_split_prefill(
         self, ids: Tensor, positions: Tensor, batch: Any, interval: tuple[int, int]

@@ -29,18 +29,30 @@ def impress(serve: Serve, basis: Path) -> Iterator[Server]:
         yield server
 
 
-def test_a_prefix_comes_in_the_bits_of_the_basis(impress: Server, stock: Server) -> None:
+@pytest.fixture(scope="module")
+def two_ranks(serve: Serve, basis: Path) -> Iterator[Server]:
+    """Each has a basis of its own heads, in more bits."""
+    with serve("basis-ranks", f"--impress-basis={basis}", ranks=2) as server:
+        yield server
+        server.assert_whole()
+
+
+@pytest.mark.parametrize(("name", "most", "least"), [("impress", 0.0, 5), ("two_ranks", 1.0, 4)])
+def test_a_prefix_comes_in_the_bits_of_the_basis(
+    request: pytest.FixtureRequest, stock: Server, name: str, most: float, least: int
+) -> None:
     """In fewer bytes than exact KVs, and answers hardly differ."""
-    prefix = impress.store(1200, seed=3)
+    server: Server = request.getfixturevalue(name)
+    prefix = server.store(1200, seed=3)
     question = [*prefix, *random_tokens(25, seed=4)]
     right = logprob(stock.generate(question, 1, return_logprob=True))
-    found = impress.generate(question, 1, return_logprob=True)
+    found = server.generate(question, 1, return_logprob=True)
     few = report(found)
-    assert few["path"] == "ssd" and few["bits_mean"] == few["bits"] == RATE
+    assert few["path"] == "ssd" and RATE <= few["bits_mean"] <= RATE + most
     assert few["approximate"] is True and few["loaded_tokens"] == 1200
     assert abs(logprob(found) - right) < 0.3
-    exact = report(impress.generate(question, 1, **EXACT))
-    assert exact["bits_mean"] == 16.0 and 5 < exact["ssd_bytes"] / few["ssd_bytes"] < 8
+    exact = report(server.generate(question, 1, **EXACT))
+    assert exact["bits_mean"] == 16.0 and least < exact["ssd_bytes"] / few["ssd_bytes"] < 8
 
 
 @pytest.mark.parametrize("bits", [5, 6])
@@ -60,22 +72,6 @@ def test_a_conversation_is_read_back_over_turns(impress: Server) -> None:
         assert said["path"] == ("ssd" if turn else "computed")
         assert said["loaded_tokens"] == (len(text) - 200 if turn else 0)
         text = [*text, *random_tokens(200, seed=70 + turn)]
-
-
-def test_ranks_have_a_basis_each(serve: Serve, stock: Server, basis: Path) -> None:
-    """Of their own heads, in more bits; a prefix is of use once both have stored it."""
-    with serve("basis-ranks", f"--impress-basis={basis}", "--impress-keep=both", ranks=2) as server:
-        prefix = server.store(1200, seed=3)
-        question = [*prefix, *random_tokens(25, seed=4)]
-        right = logprob(stock.generate(question, 1, return_logprob=True))
-        found = server.generate(question, 1, return_logprob=True)
-        few = report(found)
-        assert few["path"] == "ssd" and few["loaded_tokens"] == 1200
-        assert RATE < few["bits_mean"] < RATE + 1.0 and few["approximate"] is True
-        assert abs(logprob(found) - right) < 0.3
-        exact = report(server.generate(question, 1, **EXACT))
-        assert exact["bits_mean"] == 16.0 and 4 < exact["ssd_bytes"] / few["ssd_bytes"] < 8
-        server.assert_whole()
 
 
 def test_a_server_with_fewer_bits_takes_the_lower_rate(serve: Serve, basis: Path) -> None:

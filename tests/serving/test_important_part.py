@@ -46,13 +46,6 @@ def test_report_of_a_stored_prefix(paper: Server) -> None:
     assert answer["meta_info"]["prompt_tokens"] == 1021
 
 
-def test_approximate_prefix_never_becomes_resident(paper: Server) -> None:
-    """What was computed after a part of a prefix must not be taken for exact KVs later."""
-    prefix = paper.store(600, seed=21)
-    question = [*prefix, *random_tokens(40, seed=22)]
-    assert paths([paper.generate(question, 40) for _ in range(3)]) == ["ssd"] * 3
-
-
 def test_batch_with_chunks_resident_stored_and_new(paper: Server) -> None:
     stored = paper.store(900, seed=31)
     resident = random_tokens(700, seed=32)
@@ -83,12 +76,14 @@ def test_a_request_asks_for_its_own_retention(paper: Server, asked: float, used:
     assert answers[0]["output_ids"] == answers[2]["output_ids"]
 
 
-def test_what_is_computed_after_a_part_is_not_stored(paper: Server) -> None:
+def test_what_is_computed_after_a_part_is_neither_stored_nor_resident(paper: Server) -> None:
     """What rests on a part of a prefix is no exact KV for others."""
     prompt = [*paper.store(500, seed=41), *random_tokens(100, seed=42)]
-    for _ in range(2):
-        assert report(paper.generate(prompt, 4))["prefix_tokens"] == 500
-        paper.flush()
+    for flushes in (False, False, True, True):
+        said = report(paper.generate(prompt, 40))
+        assert said["path"] == "ssd" and said["prefix_tokens"] == 500
+        if flushes:
+            paper.flush()
     whole = report(paper.generate(prompt, 4, impress_retention=1.0))
     assert whole["used_tokens"] == 500 and not whole["approximate"]
     paper.flush()
