@@ -178,6 +178,36 @@ def test_sglang_asks_for_reports(world: World, monkeypatch: pytest.MonkeyPatch) 
     world.abort(req)
 
 
+class Learning:
+    """Stands in for a service and its estimator: notes what is learnt of requests and loads."""
+
+    def __init__(self) -> None:
+        self.recent, self.estimator = RecentRequests(), self
+        self.opened = None
+        self.requests: list[Any] = []
+        self.loads: list[Any] = []
+
+    def count(self, report: Any) -> None: ...
+
+    def note_request(self, *told: Any) -> None:
+        self.requests.append(told)
+
+    def note_load(self, work: RequestLengths, seconds: float, *, whole: bool) -> None:
+        self.loads.append((work, round(seconds, 6), whole))
+
+
+def ended(policy: str, told: dict[str, Any], queued: float = 0.0, gated: float = 0.0) -> Any:
+    """A request of 20 tokens, whose pass took 0.1 s."""
+    times = SimpleNamespace(
+        queue_duration_s=queued, forward_entry_time=7.0, prefill_finished_time=7.1
+    )
+    req = SimpleNamespace(
+        rid="r", time_stats=times, origin_input_ids=[*range(20)], retraction_count=0
+    )
+    report, disturbed = new_report(policy, 0, 20) | told, "failed" in told
+    return SimpleNamespace(req=req, report=report, namespace="", gated=gated, disturbed=disturbed)
+
+
 @pytest.mark.parametrize(
     ("queued", "load_ms", "gated", "split"),
     [
@@ -192,26 +222,12 @@ def test_sglang_asks_for_reports(world: World, monkeypatch: pytest.MonkeyPatch) 
 def test_times_of_a_request_add_up_where_its_prefix_is_loaded_while_it_waits(
     queued: float, load_ms: float, gated: float, split: tuple[int, int, int]
 ) -> None:
-    times = SimpleNamespace(
-        queue_duration_s=queued, forward_entry_time=7.0, prefill_finished_time=7.1
-    )
-    req = SimpleNamespace(
-        rid="r", time_stats=times, origin_input_ids=[*range(20)], retraction_count=0
-    )
-    learnt: list[tuple[int, int, float]] = []
-    service: Any = SimpleNamespace(
-        count=lambda _: None,
-        recent=RecentRequests(),
-        opened=None,
-        estimator=SimpleNamespace(note_request=lambda *own: learnt.append(own)),
-    )
-    report = new_report("impress", 0, 20) | {"load_ms": load_ms}
-    known: Any = SimpleNamespace(req=req, report=report, namespace="", gated=gated, disturbed=False)
+    service = Learning()
     requests: Any = SimpleNamespace(service=service)
-    KnownRequests.count(requests, known)
+    KnownRequests.count(requests, ended("impress", {"load_ms": load_ms}, queued, gated))
     (row,) = service.recent.after(0)
     assert (row["waited_ms"], row["loading_ms"], row["computing_ms"]) == split
-    assert learnt == [(0, 20, pytest.approx(0.1 - gated))]
+    assert service.requests == [(0, 20, pytest.approx(0.1 - gated))]
 
 
 PART = {
@@ -244,32 +260,12 @@ PART = {
 def test_what_a_pass_took_is_learnt_apart_from_what_it_loaded(
     told: dict[str, Any], request_took: tuple[float, ...] | None, load_took: Any
 ) -> None:
-    times = SimpleNamespace(queue_duration_s=0.0, forward_entry_time=7.0, prefill_finished_time=7.1)
-    req = SimpleNamespace(
-        rid="r", time_stats=times, origin_input_ids=[*range(20)], retraction_count=0
-    )
-    took: list[Any] = []
-    loads: list[Any] = []
-    runtime: Any = SimpleNamespace(
-        count=lambda _: None,
-        recent=RecentRequests(),
-        opened=None,
-        estimator=SimpleNamespace(
-            note_request=lambda *own: took.append(own),
-            note_load=lambda work, seconds, whole: loads.append((work, round(seconds, 6), whole)),
-        ),
-    )
-    known: Any = SimpleNamespace(
-        req=req,
-        report=new_report("paper", 0, 20) | told,
-        namespace="",
-        disturbed="failed" in told,
-    )
-    own: Any = SimpleNamespace(service=runtime)
-    count = functools.partial(KnownRequests.count, own)
+    runtime = Learning()
+    requests: Any = SimpleNamespace(service=runtime)
+    count = functools.partial(KnownRequests.count, requests)
     cache: Any = object.__new__(PartCache)
     cache.service, cache._known = runtime, {}
     cache._requests, cache._saves = SimpleNamespace(count=count), SimpleNamespace(end=id)
-    cache._forget(known)
-    assert took == ([] if request_took is None else [pytest.approx(request_took)])
-    assert loads == ([] if load_took is None else [load_took])
+    cache._forget(ended("paper", told))
+    assert runtime.requests == ([] if request_took is None else [pytest.approx(request_took)])
+    assert runtime.loads == ([] if load_took is None else [load_took])

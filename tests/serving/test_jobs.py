@@ -168,26 +168,15 @@ def test_who_is_aborted_leaves_nothing_and_who_waits_with_it_is_served(
         assert "abort" in late.result().text.lower()
 
 
-def test_there_is_no_flush_while_a_job_runs(jobs: Server) -> None:
-    prompt = [*jobs.store(1500, seed=41), 5]
-    with ThreadPoolExecutor(1) as pool:
-        with slow(jobs):
-            asked = pool.submit(jobs.generate, prompt, 1)
-            wait_until(lambda: loading(jobs) > 0, 60)
-            assert jobs.post("/flush_cache").status_code == 400
-            assert jobs.stats()["integrity"] == "ok"
-        assert report(asked.result())["loaded_tokens"] == 1500
-    jobs.flush()
-    assert paths([jobs.generate(prompt, 1)]) == ["ssd"]
-
-
-def test_a_flush_need_not_wait_for_what_nobody_waits_for(jobs: Server, stock: Server) -> None:
-    """The loader still reads a layer, and writes nothing to slots that are others' now."""
+def test_a_flush_waits_for_a_job_that_somebody_waits_for(jobs: Server, stock: Server) -> None:
+    """Else the loader still reads a layer, and writes nothing to slots that are others' now."""
     prompt = [*jobs.store(1500, seed=43), 5]
     other = random_tokens(1500, seed=44)
     with ThreadPoolExecutor(1) as pool, slow(jobs):
         asked = pool.submit(jobs.ask, prompt, 1, rid="gone")
         wait_until(lambda: loading(jobs) > 0, 60)
+        assert jobs.post("/flush_cache").status_code == 400
+        assert jobs.stats()["integrity"] == "ok"
         abort(jobs, "gone")
         asked.result()
         assert jobs.post("/flush_cache").status_code == 200

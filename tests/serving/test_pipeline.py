@@ -148,16 +148,6 @@ def store_prefixes(server: Server, count: int, seed: int) -> list[list[int]]:
     return [server.store(1000, seed=seed + number) for number in range(count)]
 
 
-def test_requests_that_wait_for_each_other_are_answered_alike(narrow: Server) -> None:
-    prompts = [
-        [*prefix, *random_tokens(10, seed=7)] for prefix in store_prefixes(narrow, 4, seed=600)
-    ]
-    alone = [narrow.generate(prompt, 4) for prompt in prompts]
-    narrow.flush()
-    together = narrow.generate_together(prompts, 4)
-    assert [one["output_ids"] for one in alone] == [other["output_ids"] for other in together]
-
-
 def test_who_has_to_be_read_lets_others_pass(narrow: Server) -> None:
     """While one request runs, three wait, the slowest first; its drive is freed behind the others.
 
