@@ -168,7 +168,7 @@ class RunningServer:
         Raises:
             BenchFailed: it ended, or did not answer in time; with the end of its log.
         """
-        if not _wait(START_SECONDS, lambda: self._is_ready() or not self.process.alive()):
+        if not wait(START_SECONDS, lambda: self._is_ready() or not self.process.alive()):
             raise BenchFailed(f"no answer from a server in {START_SECONDS} s{self._log_end()}")
         if not self.process.alive():
             raise BenchFailed(f"a server ended while it started{self._log_end()}")
@@ -220,13 +220,13 @@ class RunningServer:
         """Let the server finish its writes and close its store."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGTERM)
-        _wait(STOP_SECONDS, lambda: not self.process.alive())
+        wait(STOP_SECONDS, lambda: not self.process.alive())
 
     def kill(self) -> None:
         """End the server and all that it started, at once."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        _wait(STOP_SECONDS, lambda: not self.process.alive())
+        wait(STOP_SECONDS, lambda: not self.process.alive())
 
     def request(
         self, method: str, path: str, *, timeout: float = REQUEST_SECONDS, **how: Any
@@ -325,7 +325,7 @@ class Server(RunningServer):
             BenchFailed: it took too long.
         """
         self.request("POST", "/bench/reorder")
-        if not _wait(REORDER_SECONDS, lambda: not self.stats()["reorder"]["pending"]):
+        if not wait(REORDER_SECONDS, lambda: not self.stats()["reorder"]["pending"]):
             raise BenchFailed(f"reordering took more than {REORDER_SECONDS} s")
 
 
@@ -339,7 +339,7 @@ def body_of(
     return {"input_ids": list(tokens), "sampling_params": sampling}
 
 
-def _wait(seconds: float, until: Callable[[], bool]) -> bool:
+def wait(seconds: float, until: Callable[[], bool]) -> bool:
     """Whether it comes true in time."""
     deadline = time.monotonic() + seconds
     while not (true := until()) and time.monotonic() < deadline:

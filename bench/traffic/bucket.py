@@ -29,7 +29,7 @@ from bench.core.data import model_folder
 from bench.core.object_store import BUCKET, Asked, Proxy, credentials, seaweed
 from bench.core.options import DTYPE, KEEP, MODEL, SEED, Option
 from bench.core.report import Result, Row, Table, interval, plain
-from bench.core.servers import Server, servers, store_flags
+from bench.core.servers import Server, servers, store_flags, wait
 from bench.core.session import BenchFailed, step
 
 OPTIONS = (
@@ -70,12 +70,12 @@ def run(args: argparse.Namespace) -> Result:
         with step("storing"):
             for prompt in prompts:
                 first.store(prompt)
-            wait(lambda: bucket_of(first)["sent"] >= len(prompts))
+            until(lambda: bucket_of(first)["sent"] >= len(prompts))
         file_gb = first.stats()["store"]["used_bytes"] / len(prompts) / 1e9
         third = start("third", 2.5 * file_gb)
         with step("keeping"):
             for server in (second, third):
-                wait(lambda server=server: server.stats()["store"]["segments"] >= len(prompts))
+                until(lambda server=server: server.stats()["store"]["segments"] >= len(prompts))
             for prompt in prompts:
                 hit(second, prompt)
 
@@ -144,7 +144,7 @@ def hit(server: Server, prompt: Sequence[int], custom: Mapping[str, Any] | None 
     server.flush()
     began = time.perf_counter()
     came = list(server.stream(prompt, 1, custom))
-    wait(lambda: not bucket_of(server)["fetching_bytes"])
+    until(lambda: not bucket_of(server)["fetching_bytes"])
     return came[0].at - began
 
 
@@ -170,14 +170,11 @@ def bucket_of(server: Server) -> dict[str, float]:
     return found
 
 
-def wait(until: Callable[[], bool]) -> None:
+def until(true: Callable[[], bool]) -> None:
     """Wait until it comes true.
 
     Raises:
         BenchFailed: it did not in time.
     """
-    deadline = time.monotonic() + _WAIT_SECONDS
-    while not until():
-        if time.monotonic() > deadline:
-            raise BenchFailed("what was stored has not arrived")
-        time.sleep(0.1)
+    if not wait(_WAIT_SECONDS, true):
+        raise BenchFailed("what was stored has not arrived")

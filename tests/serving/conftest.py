@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import pytest
 
+from bench.core.servers import store_flags
 from tests.serving.harness import STOCK, Server, Zygote, running
 from tests.serving.tiny_models import make_model
 
@@ -83,15 +84,11 @@ def serve(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Serve:
     ) -> Iterator[Server]:
         own = (
             *(flag for flag in TINY_FLAGS if not (words and flag == WORDLESS)),
-            "--enable-impress",
-            "--impress-keep=both",
-            "--impress-write-after=1",
-            "--impress-load=always",
+            *store_flags(workdir / f"store-{store or name}"),
             "--impress-min-prefix-tokens=64",
             # Which are taken at the start.
             "--impress-device-gb=0.1",
             "--impress-host-gb=0.2",
-            f"--impress-ssd-dir={workdir / f'store-{store or name}'}",
             *flags,
         )
         log = workdir / f"{name}.log"

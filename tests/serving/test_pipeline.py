@@ -102,7 +102,7 @@ def narrow(serve: Serve) -> Iterator[Server]:
 
 
 def test_prometheus_is_told_what_the_statistics_say(narrow: Server) -> None:
-    (prefix,) = store_prefixes(narrow, 1, seed=670)
+    prefix = narrow.store(1000, seed=670)
     for question in (5, 6, 7):
         assert report(narrow.generate([*prefix, question], 1))["path"] == "ssd"
         narrow.flush()
@@ -144,16 +144,12 @@ def test_prometheus_is_told_what_the_statistics_say(narrow: Server) -> None:
     assert {own.name for own in (*COUNTERS, *GAUGES)} - silent <= named
 
 
-def store_prefixes(server: Server, count: int, seed: int) -> list[list[int]]:
-    return [server.store(1000, seed=seed + number) for number in range(count)]
-
-
 def test_who_has_to_be_read_lets_others_pass(narrow: Server) -> None:
     """While one request runs, three wait, the slowest first; its drive is freed behind the others.
 
     The drive is so slow that a busy machine does not change what is the slowest.
     """
-    *others, stored = store_prefixes(narrow, 6, seed=640)
+    *others, stored = (narrow.store(1000, seed=640 + number) for number in range(6))
     narrow.emulate_ssd(0.3)
     # From these the server learns how slow the drive is.
     for other in others:

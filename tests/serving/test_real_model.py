@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bench.core.servers import store_flags
 from demo.model import model_path
 from impress_sglang.paper.scores import retained_tokens
 from impress_sglang.storage.files import FileSystem
@@ -25,16 +26,8 @@ def smollm() -> Path:
 
 
 def smollm_flags(store: Path) -> tuple[str, ...]:
-    return (
-        "--dtype=float32",
-        "--max-total-tokens=12000",
-        "--enable-impress",
-        "--impress-keep=both",
-        "--impress-write-after=1",
-        "--impress-load=always",
-        f"--impress-ssd-dir={store}",
-        "--impress-host-gb=0.5",
-    )
+    sizes = ("--dtype=float32", "--max-total-tokens=12000")
+    return (*sizes, *store_flags(store), "--impress-host-gb=0.5", "--impress-device-gb=0.5")
 
 
 @pytest.fixture(scope="module", autouse=True)
