@@ -147,6 +147,9 @@ def test_pins(world: World) -> None:
     assert done["tokens"] == TOKENS and done["pins"]["prefixes"] == 1
     assert world.service.summary()["pins"] == done["pins"]
     assert world.told("unpin", STORED)["unpinned"] == 1
+    world.told("pin", STORED)
+    assert world.told("purge", STORED)["unpinned"] == 1
+    assert world.service.summary()["pins"] == {"prefixes": 0, "bytes": 0}
     assert world.told("pin", STORED[:63]) == {"error": "a prefix has 64 tokens at least"}
 
 

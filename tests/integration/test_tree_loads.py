@@ -167,10 +167,15 @@ def test_a_purge_goes_through_classes_in_the_order_of_the_tree(
 
 
 def test_a_class_has_a_tree_of_its_own(world: TreeWorld) -> None:
-    assert world.run("coded", ASKED)["path"] == "ssd"
-    assert world.run("again", ASKED)["path"] == "device"
+    coded = world.run("coded", ASKED)
+    assert coded["path"] == "ssd" and coded["bits_mean"] == world.config.bits
+    for rid, wanted in (("again", {}), ("fewer", {"bits": 5})):
+        told = world.run(rid, ASKED, **wanted)
+        assert told["path"] == "device" and told["approximate"]
+        assert told["loaded_tokens"] == told["ssd_bytes"] == 0
     told = world.run("exact", ASKED, **EXACT)
     assert told["path"] == "ssd" and told["loaded_tokens"] == PREFIX and not told["approximate"]
+    assert told["bits_mean"] == 16.0 and told["ssd_bytes"] > 2 * coded["ssd_bytes"] > 0
     assert world.run("exact again", ASKED, **EXACT)["path"] == "device"
     told = world.run("coded again", ASKED)
     assert told["approximate"] and told["bits"] == world.config.bits

@@ -47,21 +47,6 @@ def test_a_request_asks_for_an_exact_answer(impress: Server) -> None:
     assert paths([impress.generate(question, 1, **EXACT)]) == ["device"]
 
 
-def test_who_asks_alike_shares_and_who_asks_otherwise_loads(impress: Server) -> None:
-    prefix = impress.store(1500, seed=55)
-    told = [
-        report(impress.generate([*prefix, *random_tokens(20, seed=6 + number)], 4, **wanted))
-        for number, wanted in enumerate(({"impress_bits": 6}, EXACT, {"impress_bits": 5}, EXACT))
-    ]
-    assert [own["path"] for own in told] == ["ssd"] * 2 + ["device"] * 2
-    assert [own["loaded_tokens"] for own in told] == [1500] * 2 + [0] * 2
-    assert [own["bits_mean"] for own in told[:2]] == [6.0, 16.0]
-    assert [own["approximate"] for own in told] == [True, False, True, False]
-    few, exact, *resident = (own["ssd_bytes"] for own in told)
-    assert few < exact / 2 and resident == [0, 0]
-    assert all(own["resident_tokens"] == 1500 for own in told[2:])
-
-
 def passes_of(
     server: Server, prompts: list[list[int]], new_tokens: list[int], aborted: str = ""
 ) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:

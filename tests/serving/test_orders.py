@@ -56,40 +56,6 @@ def test_orders_ask_for_the_admins_key(server: Server, verb: str) -> None:
         assert ask(server, method, f"/impress/{verb}", who, all=True).status_code == 401
 
 
-def test_a_prefix_is_warmed_pinned_and_purged(server: Server) -> None:
-    """Of one namespace; in another one the same stays."""
-
-    def order(verb: str, **body: Any) -> dict[str, Any]:
-        response = ask(server, "POST", f"/impress/{verb}", "admin", **body)
-        answer: dict[str, Any] = response.json()
-        assert response.ok != ("error" in answer)
-        return answer
-
-    def why(tenant: str) -> str:
-        answer = generate(server, [*prefix, 3], extra_key=tenant)
-        return str(answer["meta_info"]["impress"]["why"]["reason"])
-
-    prefix = random_tokens(640, seed=50)
-    one, two = ({"input_ids": prefix, "extra_key": name} for name in ("one", "two"))
-    assert "warm it first" in order("pin", **one)["error"]
-    for tenant in (one, two):
-        assert order("warm", **tenant)["outcome"] in ("being_written", "stored")
-        ask(server, "POST", "/flush_cache?timeout=60", "admin").raise_for_status()
-    told = order("why", **one)
-    assert (told["why"]["reason"], told["stored_tokens"]) == ("stored", len(prefix))
-    assert why("one") == why("two") == "loaded"
-    assert order("pin", **one)["pins"]["prefixes"] == 1
-
-    purged = order("purge", **one)
-    assert purged["segments"] >= 1 and purged["tokens"] >= 640 and purged["unpinned"] == 1
-    assert why("one") == "purged" and why("two") == "loaded"
-    assert order("purge", all=True)["segments"] >= 1
-    stats = ask(server, "GET", "/impress/stats", "user").json()
-    assert stats["store"]["segments"] == 0 and stats["integrity"] == "unchecked"
-    assert ask(server, "POST", "/impress/check", "admin").json() == {"integrity": "ok"}
-    assert stats["pins"] == {"prefixes": 0, "bytes": 0}
-
-
 def test_whether_the_store_pays_is_measured_and_nothing_is_left(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
