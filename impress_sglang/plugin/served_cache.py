@@ -184,7 +184,9 @@ class ServedCache(UnifiedRadixCache):
     def _forget(self, known: Known) -> None:
         self._saves.end(known)
         self._requests.count(known)
-        self._known.pop(known.req.rid, None)
+        # Another request may have its name by now.
+        if self._known.get(known.req.rid) is known:
+            del self._known[known.req.rid]
 
     # Room.
 

@@ -131,13 +131,15 @@ class DiskWorker(BackgroundThread):
         self.record(segment)
 
     def _delete(self, segments: Mapping[str, int]) -> None:
-        for segment_id, num_bytes in segments.items():
-            self._unlink(segment_id, num_bytes)
-        self.record({"gone": list(segments)})
-        if self.unremoved() and time.monotonic() - self._retried_at > RETRY_S:
-            self._retry()
-        self._removed_bytes += sum(segments.values())
-        self.progress = time.monotonic()
+        try:
+            for segment_id, num_bytes in segments.items():
+                self._unlink(segment_id, num_bytes)
+            self.record({"gone": list(segments)})
+            if self.unremoved() and time.monotonic() - self._retried_at > RETRY_S:
+                self._retry()
+        finally:
+            self._removed_bytes += sum(segments.values())
+            self.progress = time.monotonic()
 
     def _unlink(self, segment_id: str, num_bytes: int) -> None:
         try:

@@ -7,13 +7,14 @@ again. The best stored KVs of its tokens are what is pinned.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import json
 import logging
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -228,7 +229,7 @@ class Purge:
         self._namespace, self._tokens = namespace, tokens
         self._before = None if older_than is None else time.time() - older_than
         # Segments of the time before that are still to be removed.
-        self._old: Iterator[StoredSegment] | None = None
+        self._old: collections.deque[StoredSegment] | None = None
         self._begun, self._unpins = False, older_than is None
         self.left = True
         """Whether another step is needed."""
@@ -277,18 +278,21 @@ class Purge:
                 unpinned = store.pins.unpin(*place, before)
             store.places.refuse_unplaced(*place, before)
             if self._before is not None:
-                self._old = iter([own for own in tree.below(*place) if own.written <= before])
+                below = tree.below(*place)
+                self._old = collections.deque(own for own in below if own.written <= before)
         # Those of the step before are not there any more.
-        found = tree.below(*place) if self._old is None else self._old
+        old = self._old
+        found = tree.below(*place) if old is None else (old.popleft() for _ in range(len(old)))
         there = (own for own in found if own.on_disk and tree.get(own.segment_id) is own)
         going, more = list(itertools.islice(there, most)), next(there, None)
         self.left = more is not None
-        if self._old is not None and more is not None:
-            self._old = itertools.chain([more], self._old)
+        if old is not None and more is not None:
+            old.appendleft(more)
         if self._unpins and (first or not self.left):
             # All in the first step, as they read what is to be freed; newer ones in the last. An
             # order may be heard again: what is newer than it stays.
-            now = [own for own in store.writes if own.written <= before]
+            told = self._before is not None
+            now = [own for own in store.writes if not told or own.written <= before]
             writes = [own for own in now if is_in(own, tree, *place)]
         # Dependents first.
         going.sort(key=lambda own: -own.info.prefix_len)

@@ -46,8 +46,8 @@ class Places:
         self._tree = tree
         self._unplaced: dict[str, StoredSegment] = {}
         # The same by the digest of what they build on, and how long that is in each namespace,
-        # ascending; None: others have come since. Some may have gone.
-        self._builders: dict[str, list[StoredSegment]] | None = None
+        # ascending; there may be lengths of some that have gone.
+        self._builders: dict[str, dict[str, StoredSegment]] = {}
         self._lengths: dict[str, list[int]] = {}
         # Until when some of these are not tried.
         self._resting: dict[str, float] = {}
@@ -93,9 +93,12 @@ class Places:
             self.set_aside(own)
         for segment, digest in digests.items() if left else ():
             self.note_stored(segment, digest)
+        rootless = set[str]()
         for own in sorted(left, key=lambda own: own.info.prefix_len):
-            before = self._tokens_before(own)
-            if before is not None and self._tree.insert(own, before):
+            before = None if own.above in rootless else self._tokens_before(own)
+            if before is None:
+                rootless.add(own.segment_id)
+            elif self._tree.insert(own, before):
                 self.forget(own.segment_id)
                 self.note_stored(own)
         self._tree.order.sort()
@@ -172,12 +175,6 @@ class Places:
         `digest`: of the tokens before it, if at hand."""
         if not self._unplaced:
             return
-        if self._builders is None:
-            self._builders, lengths_of = {}, dict[str, set[int]]()
-            for own in self._unplaced.values():
-                self._builders.setdefault(own.info.prefix_digest, []).append(own)
-                lengths_of.setdefault(own.info.namespace, set()).add(own.info.prefix_len)
-            self._lengths = {name: sorted(own) for name, own in lengths_of.items()}
         info, first, done = segment.info, segment.info.prefix_len, 0
         lengths = self._lengths.get(info.namespace, [])
         low, high = (bisect.bisect_right(lengths, at) for at in (first, first + info.num_tokens))
@@ -188,24 +185,42 @@ class Places:
         for length in lengths[low:high]:
             digest = extended(digest, info.tokens[done : length - first])
             done = length - first
-            for own in self._builders.get(digest.hexdigest(), ()):
+            for own in self._builders.get(digest.hexdigest(), {}).values():
                 own.above = segment.segment_id
 
     def set_aside(self, segment: StoredSegment, seconds: float = 0.0) -> None:
         """Keep a segment out of the tree until there is a place, and for so many seconds."""
-        self._unplaced[segment.segment_id], self._builders = segment, None
+        info = segment.info
+        self._unplaced[info.segment_id] = segment
+        self._builders.setdefault(info.prefix_digest, {})[info.segment_id] = segment
+        lengths = self._lengths.setdefault(info.namespace, [])
+        at = bisect.bisect_left(lengths, info.prefix_len)
+        if lengths[at : at + 1] != [info.prefix_len]:
+            lengths.insert(at, info.prefix_len)
         if seconds:
-            self._resting[segment.segment_id] = time.monotonic() + seconds
+            self._resting[info.segment_id] = time.monotonic() + seconds
+
+    def _take(self, segment_id: str) -> StoredSegment | None:
+        """One of those without a place, which it is no longer."""
+        segment = self._unplaced.pop(segment_id, None)
+        if segment is not None:
+            same = self._builders[segment.info.prefix_digest]
+            del same[segment_id]
+            if not same:
+                del self._builders[segment.info.prefix_digest]
+            if not self._unplaced:
+                self._lengths.clear()
+        return segment
 
     def forget(self, segment_id: str) -> None:
         """Forget a segment whose server has removed it."""
-        self._unplaced.pop(segment_id, None)
+        self._take(segment_id)
         self._resting.pop(segment_id, None)
         self._unwanted.discard(segment_id)
 
     def refuse(self, segment_id: str) -> None:
         """Never use a segment again: it is damaged, or must not be served."""
-        self._unplaced.pop(segment_id, None)
+        self._take(segment_id)
         self._unwanted.add(segment_id)
 
     def place_again(self) -> None:
@@ -216,10 +231,11 @@ class Places:
         now = time.monotonic()
         self._again_at = now + _AGAIN_SECONDS
         for segment_id in list(itertools.islice(self._unplaced, _TRIED_AGAIN)):
+            segment = self._take(segment_id)
+            assert segment is not None
             # Behind the others, if it fails again.
-            segment = self._unplaced.pop(segment_id)
             if now < self._resting.get(segment_id, now):
-                self._unplaced[segment_id] = segment
+                self.set_aside(segment)
             else:
                 self._resting.pop(segment_id, None)
                 self.add(segment)
@@ -262,12 +278,13 @@ class Places:
 
     def _tokens_before(self, segment: StoredSegment) -> Tokens | None:
         """The tokens before a segment, by what it builds on; None if that is not known."""
-        info, chain = segment.info, [segment]
+        info, chain, seen = segment.info, [segment], {segment}
         while chain[-1].info.prefix_len and chain[-1].above not in self._tree:
             above = self._unplaced.get(chain[-1].above)
-            if above is None or above in chain:
+            if above is None or above in seen:
                 return None
             chain.append(above)
+            seen.add(above)
         known = self._tree.get(chain[-1].above) if chain[-1].info.prefix_len else None
         tokens = info.tokens[:0] if known is None else known.prompt()
         for own in reversed(chain):

@@ -54,6 +54,7 @@ def test_orders_ask_for_the_admins_key(server: Server, verb: str) -> None:
     method = "GET" if verb == "overview" else "POST"
     for who in (None, "user"):
         assert ask(server, method, f"/impress/{verb}", who, all=True).status_code == 401
+    assert ask(server, method, f"/impress/{verb}", "admin", input_ids=[1]).status_code != 401
 
 
 def test_whether_the_store_pays_is_measured_and_nothing_is_left(

@@ -152,10 +152,13 @@ def test_a_purge_of_a_namespace_and_of_all(bench: Workbench, namespace: str | No
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_what_is_being_written_is_purged_as_well(bench: Workbench, late: bool) -> None:
-    """Also where its last layer was read before anybody said so."""
+@pytest.mark.parametrize("clock", [0, -3600])
+def test_what_is_being_written_is_purged_as_well(bench: Workbench, late: bool, clock: int) -> None:
+    """Also where its last layer was read before anybody said so, or the clock was set back."""
     store = bench.open()
     gate = bench.begin(store, prompt(1))
+    for own in store.writes:
+        own.written -= clock
     if late:
         gate.opened.set()
         wait_until(lambda: len(list(bench.root.glob("*/segments/*/*.kv"))) == 1)
