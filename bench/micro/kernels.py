@@ -32,7 +32,7 @@ from impress_sglang.codes.rows.basis import Basis, LayerBasis
 from impress_sglang.codes.rows.coder import product_matrix
 from impress_sglang.codes.rows.row import GAINS
 from impress_sglang.transfer.basis_codec import BasisCodec, RowRestorer
-from impress_sglang.triton import codes
+from impress_sglang.triton import groups as kernels
 
 # Writing it takes longer than queueing what is measured.
 FLUSH_BYTES = 2 << 30
@@ -144,7 +144,7 @@ def _codes(args: argparse.Namespace, watch: Watch, card: dict[str, float]) -> di
     own, own_slots = groups.cuda(), slots.cuda()
 
     def restore() -> None:
-        codes.restore(layout, own, 0, own_slots, *pools)
+        kernels.restore(layout, own, 0, own_slots, *pools)
 
     restore()
     # Only here, because it needs Numba.

@@ -22,8 +22,8 @@ from impress_sglang.plugin.served_cache import ServedCache, served_cache_of
 from impress_sglang.serving.ranks import ALONE
 from impress_sglang.serving.report import RecentRequests
 from impress_sglang.storage.quality import ANYTHING
-from impress_sglang.store.orders import Purge, Purged
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
+from impress_sglang.store.purges import Purge, Purged
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredSegment
 from impress_sglang.tiers.placement import Tier
@@ -118,9 +118,10 @@ def _pin(cache: ServedCache, asked: Any) -> dict[str, Any]:
     if asked.verb == "unpin":
         done["unpinned"] = store.pins.unpin(name, tokens)
     else:
-        refusal = store.pins.pin(name, tokens)
+        refusal = store.pins.refusal(name, tokens)
         if not cache.ranks.all(refusal is None):
-            raise Refused(refusal or "another rank cannot pin it, as its log says")
+            raise Refused(refusal or "another rank cannot pin it: warm it first")
+        store.pins.pin(name, tokens)
         done["tokens"] = len(tokens)
     return done | {"pins": store.pins.summary()}
 

@@ -28,7 +28,7 @@ from impress_sglang.plugin.pools import (
     streams_of,
     window_pool,
 )
-from impress_sglang.plugin.ranks import counts_of
+from impress_sglang.plugin.rank_groups import counts_of
 from impress_sglang.plugin.self_test import check_kvs
 from impress_sglang.plugin.served_cache import ServedCache
 from impress_sglang.serving.metrics import ServingMetrics

@@ -56,7 +56,7 @@ from impress_sglang.plugin.pools import (
     window_pool,
 )
 from impress_sglang.plugin.prefix_loads import PrefixLoads
-from impress_sglang.plugin.ranks import identity_reader, ranks_of
+from impress_sglang.plugin.rank_groups import identity_reader, ranks_of
 from impress_sglang.plugin.rectangular import attend_rectangularly
 from impress_sglang.plugin.served_cache import ServedCache
 from impress_sglang.serving.service import Service

@@ -66,7 +66,7 @@ class SlotFiller:
             return RowRestorer(self._codec, self._device, kernels=self._kernels).restore
         module: Any
         if self._kernels:
-            from impress_sglang.triton import codes as module
+            from impress_sglang.triton import groups as module
         else:
             from impress_sglang.codes.groups import slots as module
         layout = self._shape.group_layout

@@ -64,11 +64,11 @@ def _restore(shape: KVShape, device: torch.device, codec: BasisCodec | None) -> 
         for dim in (shape.key_dim, shape.value_dim)
     )
     if codec is None:
-        from impress_sglang.triton import codes
+        from impress_sglang.triton import groups as kernels
 
         layout = shape.group_layout
         groups = torch.zeros(1, layout.group_bytes, dtype=torch.uint8, device=device)
-        codes.restore(layout, groups, 0, slots, keys, values)
+        kernels.restore(layout, groups, 0, slots, keys, values)
         return
     places, below = torch.arange(TOKENS), None
     turns = codec.rotation.turns(torch.zeros_like(places), places).to(device)

@@ -153,6 +153,17 @@ def test_pins(world: World) -> None:
     assert world.told("pin", STORED[:63]) == {"error": "a prefix has 64 tokens at least"}
 
 
+def test_what_another_rank_cannot_pin_is_not_pinned(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.store_prompt()
+    # Its store is open, but it has not stored that.
+    votes = iter([True, False])
+    monkeypatch.setattr(world.cache.ranks, "all", lambda own: own and next(votes))
+    assert "another rank cannot pin it" in world.told("pin", STORED)["error"]
+    assert world.service.summary()["pins"] == {"prefixes": 0, "bytes": 0}
+
+
 @pytest.mark.parametrize("options", [{"load": "always", "write_after": 2}])
 def test_why_is_told_of_prompts_that_nobody_sends(world: World) -> None:
     def why(prompt: list[int], **fields: Any) -> tuple[int, str, str | None]:

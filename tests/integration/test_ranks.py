@@ -17,7 +17,7 @@ from torch import distributed
 from impress_sglang.errors import SegmentUnreadable, UnsupportedError
 from impress_sglang.plugin.admin import handle
 from impress_sglang.plugin.prefix_loads import SAVES_EVERY
-from impress_sglang.plugin.ranks import identity_of_rank, identity_reader, ranks_of
+from impress_sglang.plugin.rank_groups import identity_of_rank, identity_reader, ranks_of
 from impress_sglang.plugin.tree_nodes import is_locked
 from impress_sglang.serving.ranks import Ranks
 from impress_sglang.store import disk_worker

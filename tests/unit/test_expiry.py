@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from impress_sglang.store.losses import Cause, Loss, Losses
-from impress_sglang.store.orders import MOST_JOBS, MultiStepJobs, Purge
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
+from impress_sglang.store.purges import MOST_JOBS, MultiStepJobs, Purge
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule

@@ -29,7 +29,7 @@ from impress_sglang.codes.groups.energy import QueryMeter, energy_of, no_queries
 from impress_sglang.codes.groups.slots import restore as restore_slots
 from impress_sglang.codes.pages import Pages
 from impress_sglang.errors import NotCodable
-from impress_sglang.loops import codes as loops
+from impress_sglang.loops import groups as loops
 from impress_sglang.options import BITS
 from impress_sglang.storage.directory import CODING
 from tests.unit.coded_factory import check_pool

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from impress_sglang.storage.directory import PINS
-from impress_sglang.store import orders as orders_module
+from impress_sglang.store import pins as pins_module
 from impress_sglang.store.losses import Cause
-from impress_sglang.store.orders import Purge, Purged
+from impress_sglang.store.purges import Purge, Purged
 from impress_sglang.store.store import PrefixStore
 from tests.unit.kv_factory import as_tokens
 from tests.unit.store_checks import check_store
@@ -52,7 +52,7 @@ def forget(store: PrefixStore, *args: Any, **fields: Any) -> Purged:
 def test_the_state_behind_a_pinned_prefix_stays(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(orders_module, "_LOOK_SECONDS", -1.0)
+    monkeypatch.setattr(pins_module, "_LOOK_SECONDS", -1.0)
     store = bench.open(ssd_gb=gb(6 * bench.one))
     bench.put(store, prompt(1))
     assert pin(store, prompt(1)) is None
@@ -89,7 +89,7 @@ def test_only_what_is_stored_can_be_pinned(bench: Workbench, store: PrefixStore)
 def test_what_is_stored_anew_of_a_pinned_prefix_is_pinned(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(orders_module, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(pins_module, "_LOOK_SECONDS", 0.0)
     store = bench.open(ssd_gb=gb(4 * bench.one))
     bench.put(store, prompt(1))
     assert pin(store, prompt(1)) is None

@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from impress_sglang.storage.quality import Quality
 from impress_sglang.storage.segment import Priority
-from impress_sglang.store.orders import is_in
 from impress_sglang.store.places import Places
 from impress_sglang.store.prefix_hashes import prefix_digest
+from impress_sglang.store.purges import is_in
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.store.tree import StoredTree
 from tests.unit.kv_factory import as_tokens, stored_segment

@@ -1,4 +1,4 @@
-"""Codes in slots of a pool on the CPU; `triton.codes` does the same on a device."""
+"""Codes in slots of a pool on the CPU; `triton.groups` does the same on a device."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import Tensor
 
 from impress_sglang.codes.coding import words_of
 from impress_sglang.codes.groups.codec import GroupLayout
-from impress_sglang.loops import codes as loops
+from impress_sglang.loops import groups as loops
 
 
 def restore(
     layout: GroupLayout, groups: Tensor, start: int, slots: Tensor, keys: Tensor, values: Tensor
 ) -> None:
-    """Fill slots with what codes stand for; see `triton.codes.restore`."""
+    """Fill slots with what codes stand for; see `triton.groups.restore`."""
     groups = groups.contiguous()
     _, _, pairs, upper_keys, columns, upper_values, more, _ = layout.places
     ranges = groups[:, :pairs].view(torch.float16).float().contiguous().numpy()

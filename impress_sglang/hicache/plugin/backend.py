@@ -38,7 +38,7 @@ from impress_sglang.hicache.pages import PageStore
 from impress_sglang.options import BITS, BITS_TEXT
 from impress_sglang.plugin.capabilities import check_values
 from impress_sglang.plugin.factory import draft_runners, identity_of
-from impress_sglang.plugin.ranks import identity_of_rank, ranks_of
+from impress_sglang.plugin.rank_groups import identity_of_rank, ranks_of
 from impress_sglang.plugin.weights import WeightWatch, watch_messages
 from impress_sglang.serving.ranks import Ranks
 

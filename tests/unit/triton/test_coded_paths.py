@@ -20,7 +20,8 @@ from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import LeastRecentlyUsed
 from impress_sglang.transfer.buffers import PooledMemory
 from impress_sglang.transfer.sources import take_blocks
-from impress_sglang.triton import codes, pages, scores
+from impress_sglang.triton import groups as codes
+from impress_sglang.triton import pages, scores
 from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart
 from tests.unit.kv_factory import make_cache
 from tests.unit.reading import LoadedLayer, layer_inputs, load_layer

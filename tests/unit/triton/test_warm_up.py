@@ -25,7 +25,7 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer.basis_codec import RowRestorer, shape_by
 from impress_sglang.transfer.warm_up import launch_all
-from impress_sglang.triton import codes as code_kernels
+from impress_sglang.triton import groups as group_kernels
 from impress_sglang.triton import pages as page_kernels
 from impress_sglang.triton import rows as row_kernels
 from tests.unit.basis_factory import codec_for, random_rows
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 COMPILED = {
     (value.fn.__module__, name): value
     for module in (
-        code_kernels,
+        group_kernels,
         page_kernels,
         row_kernels,
     )

@@ -14,7 +14,7 @@ from impress_sglang.codes.groups.codec import (
     encode_layer,
     restore,
 )
-from impress_sglang.triton import codes
+from impress_sglang.triton import groups as kernels
 from tests.unit.triton.conftest import compiled
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -48,7 +48,7 @@ def test_slots_hold_what_the_codec_restores(
     first = span[0] // GROUP_TOKENS
 
     pools = [own[:, :heads, :dim] for own, dim in zip(found, dims, strict=True)]
-    codes.restore(layout, groups[first:], span[0] % GROUP_TOKENS, slots.to(device), *pools)
+    kernels.restore(layout, groups[first:], span[0] % GROUP_TOKENS, slots.to(device), *pools)
 
     coded = code_keys(kvs[0], rate, energy), code_values(kvs[1], rate)
     for pool, right, own, dim in zip(found, expected, coded, dims, strict=True):
@@ -68,7 +68,7 @@ def test_kernels_and_loops_agree_bit_by_bit(
     layout, slots = GroupLayout(*shape, rate), torch.randperm(157)[:113]
     groups = encode_layer(layout, *(torch.randn(150, heads, dim) for dim in dims))
     pools = [[torch.zeros(157, heads, dim) for dim in dims] for _ in range(2)]
-    for writer, own in zip((loops.restore, codes.restore), pools, strict=True):
+    for writer, own in zip((loops.restore, kernels.restore), pools, strict=True):
         writer(layout, groups, 37, slots, *own)
     for found, expected in zip(pools[1], pools[0], strict=True):
         assert torch.equal(found, expected)
@@ -76,8 +76,8 @@ def test_kernels_and_loops_agree_bit_by_bit(
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (80, 48)])
 def test_the_kernel_compiles_for_an_h100(dims: tuple[int, int]) -> None:
-    constants = codes.constants(GroupLayout(8, *dims, 6), 8, *dims)
-    kernel = codes._restore_kernel
+    constants = kernels.constants(GroupLayout(8, *dims, 6), 8, *dims)
+    kernel = kernels._restore_kernel
     kinds = {"keys": "*bf16", "values": "*bf16", "start": "i32", "count": "i32", "groups": "*u8"}
     for name in set(kernel.arg_names) - constants.keys() - kinds.keys():
         kinds[name] = "i32" if name.endswith("stride") else "*i64"
