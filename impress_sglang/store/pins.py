@@ -79,9 +79,9 @@ class Pins:
 
         `namespace` is as the store names it.
         """
-        refusal, new = self.refusal(namespace, tokens), _Pin(namespace, tokens, time.time())
+        refusal = self.refusal(namespace, tokens)
         if refusal is None and not self._is_pinned(namespace, tokens):
-            self._pins.append(new)
+            self._pins.append(_Pin(namespace, tokens, time.time()))
             self._held |= self._resolve(namespace, tokens)[1]
             self._write()
         return refusal

@@ -136,6 +136,7 @@ class Fit:
             _solve(moments, layer, None if metric is None else metric[layer])
             for layer in range(moments.num_layers)
         ]
+        self._variances = [own.variances for own in self._layers]
 
     def thresholds(self, rates: Mapping[float, float]) -> dict[float, float]:
         """What each bit takes from the error at least; `rates` are bits per feature.
@@ -143,13 +144,11 @@ class Fit:
         By what codes of that rate keep. Those of all heads make bases of a part of them as good, in
         more bits.
         """
-        variances = [own.variances for own in self._layers]
-        return {keeps: _threshold(variances, rate) for keeps, rate in rates.items()}
+        return {keeps: _threshold(self._variances, rate) for keeps, rate in rates.items()}
 
     def basis(self, least: Mapping[float, float], *, model: str = "", part: Part = WHOLE) -> Basis:
         """The basis at these `thresholds`; the same for the same numbers."""
-        variances = [own.variances for own in self._layers]
-        bits = {keeps: tuple(_share_bits(variances, own)) for keeps, own in least.items()}
+        bits = {keeps: tuple(_share_bits(self._variances, own)) for keeps, own in least.items()}
         keeps = max(bits)
         given = bits.pop(keeps)
         layers = tuple(own.basis(some) for own, some in zip(self._layers, given, strict=True))

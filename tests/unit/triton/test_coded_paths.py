@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,18 @@ CPU = torch.device("cpu")
 FRAMES = 7
 
 pytestmark = pytest.mark.usefixtures("interpreted")
+
+
+def both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[bool, Path]]:
+    """Without kernels, then with them, each with a folder of its own."""
+    # What is read through is measured, and differs from run to run.
+    monkeypatch.setattr(ReadCost, "gap_bytes", 0)
+    for kernels in (False, True):
+        folder = tmp_path / str(kernels)
+        folder.mkdir()
+        if kernels:
+            use_kernels(monkeypatch)
+        yield kernels, folder
 
 
 class Frames:
@@ -148,14 +161,8 @@ def test_a_layer_is_loaded_alike(
     key_dim, value_dim = dims
     sizes = {"num_layers": 1, "raw_layers": 0, "key_dim": key_dim, "value_dim": value_dim}
     shape = dataclasses.replace(SHAPE, **sizes, dtype=dtype, code_bits=bits)
-    # What is read through is measured, and differs from run to run.
-    monkeypatch.setattr(ReadCost, "gap_bytes", 0)
     found, stats = [], []
-    for kernels in (False, True):
-        folder = tmp_path / str(kernels)
-        folder.mkdir()
-        if kernels:
-            use_kernels(monkeypatch)
+    for kernels, folder in both_ways(tmp_path, monkeypatch):
         case = CodedCase(
             folder, PREFIXES[name], reader, shape=shape, device_pages=pages[0], host_pages=pages[1]
         )
@@ -186,14 +193,9 @@ def test_a_part_of_a_layer_is_loaded_alike(
     tmp_path: Path, reader: BlockReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Probing, choosing and loading; what is cached meanwhile is the same."""
-    monkeypatch.setattr(ReadCost, "gap_bytes", 0)
     shape = CUT_ROWS
     found, stats = [], []
-    for kernels in (False, True):
-        folder = tmp_path / str(kernels)
-        folder.mkdir()
-        if kernels:
-            use_kernels(monkeypatch)
+    for _, folder in both_ways(tmp_path, monkeypatch):
         cache = make_cache(shape, device_chunks=2, host_chunks=3, rule=RULES["score"]())
         case = open_case(folder, shape, SEVERAL, reader, cache=cache, reordered=True)
         found.append(loaded_layers(case))
