@@ -39,6 +39,7 @@ from impress_sglang.storage.files import install
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.writing import Offer, StoreOutcome
+from impress_sglang.transfer.codecs import plain_codec
 from impress_sglang.transfer.filling import FillStats, SlotFiller
 from impress_sglang.transfer.sources import ReadStats
 from impress_sglang.transfer.warm_up import warm_up
@@ -114,7 +115,8 @@ def measure(args: argparse.Namespace, name: str, folder: Path) -> dict[str, Any]
     kv_bytes = sum(lengths) * kv_shape.token_bytes * shape.layers
     files = SlowFileSystem()
     install(files)
-    warm_up(kv_shape, model.device)
+    codec = plain_codec(kv_shape)
+    warm_up(kv_shape, model.device, codec)
     rows = []
     for number, policy in enumerate(args.policies):
         config = ImpressConfig(
@@ -127,7 +129,7 @@ def measure(args: argparse.Namespace, name: str, folder: Path) -> dict[str, Any]
             readahead=args.readahead,
         )
         files.set_rate(0)
-        store = PrefixStore(config, IDENTITY, kv_shape, model.device)
+        store = PrefixStore(config, IDENTITY, kv_shape, model.device, codec=codec)
         with contextlib.closing(store), step(policy):
             if not number:
                 for prefix, length in enumerate(lengths):
@@ -183,7 +185,8 @@ class Engine:
         self._model, self._store = model, store
         self._computes = policy == "recompute"
         self._exact = policy != "impress"
-        self._filler = SlotFiller(model.shape.kv_shape(model.dtype, args.bits), model.device)
+        shape = model.shape.kv_shape(model.dtype, args.bits)
+        self._filler = SlotFiller(shape, model.device, plain_codec(shape))
         self._new = torch.arange(args.new_tokens, device=model.device)
         self.reads = ReadStats()
         """Of all loads."""

@@ -37,7 +37,7 @@ from impress_sglang.serving.service import Service
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.store.identity import model_identity, weights_digest
 from impress_sglang.store.policies import Policy, make_policy
-from impress_sglang.transfer.basis_codec import BasisCodec
+from impress_sglang.transfer.codecs import Codec
 from impress_sglang.transfer.warm_up import warm_up
 
 _Cache = TypeVar("_Cache", bound=ServedCache)
@@ -61,7 +61,7 @@ def connected(
     shape: KVShape,
     layers: PoolLayers,
     read_identity: Callable[[], str],
-    codec: BasisCodec | None = None,
+    codec: Codec | None = None,
     ranks: Ranks = ALONE,
     drafts: Sequence[Any] = (),
 ) -> _Cache:

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import math
 import tempfile
 import threading
 import time
@@ -45,15 +44,13 @@ from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredSpan
 from impress_sglang.store.writing import Offer
-from impress_sglang.transfer.basis_codec import BasisCodec
+from impress_sglang.transfer.codecs import Codec
 from impress_sglang.transfer.filling import FillStats, SlotFiller
 
 logger = logging.getLogger(__name__)
 
 # More than the tokens of a group of codes, and of a chunk.
 MOST_TOKENS = 72
-# The most that codes may be off on average, as a share of what is coded.
-WORST_ERROR = 0.15
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,7 +83,7 @@ def check_kvs(
     layers: PoolLayers,
     config: ImpressConfig,
     shape: KVShape,
-    codec: BasisCodec | None,
+    codec: Codec | None,
 ) -> float:
     """Store and load random KVs; returns the seconds that it took.
 
@@ -106,7 +103,7 @@ def check_kvs(
             device = layers(0)[0].device
             store = PrefixStore(own, "self-test", shape, device, FileSystem(), codec=codec)
             with contextlib.closing(store), _rows_for(runners[0].token_to_kv_pool):
-                error = _error(runners, layers, store, shape, SlotFiller(shape, device, codec))
+                error = _error(runners, layers, store, shape, codec)
     except Exception as caught:
         # Whatever it is, requests would meet it as well.
         error = repr(caught)
@@ -125,7 +122,7 @@ def _error(
     layers: PoolLayers,
     store: PrefixStore,
     shape: KVShape,
-    filler: SlotFiller,
+    codec: Codec | None,
 ) -> str:
     """What goes wrong; empty if nothing does."""
     random, main = torch.Generator().manual_seed(1), runners[0].token_to_kv_pool
@@ -134,7 +131,7 @@ def _error(
     used = 1 + torch.randperm(_size_of(main), generator=random)[: 3 * count]
     used = used.to(layers(0)[0].device)
     written, filled, _ = used.split(count)
-    rows = layers.rows(filled)
+    rows, filler = layers.rows(filled), SlotFiller(shape, used.device, codec)
     given = [own for runner in runners for own in _give(runner, used, random, full_pool(main))]
     stream = runners[0].forward_stream
     spans = _stored(store, np.arange(count, dtype=np.int32), layers.read, written, stream)
@@ -155,10 +152,9 @@ def _error(
                 kvs[filled] = 0
             filler.fill(layer, source, *both, filled, *how)
         store.close_source(source)
-        worst = math.inf if shape.basis else WORST_ERROR
         for own in given:
             coded = not exact and (own.of_model or not shape.raw_layers)
-            if error := own.difference(worst if coded else 0.0):
+            if error := own.difference(codec.worst_error if codec and coded else 0.0):
                 return error
     if states is not None:
         first, second = torch.arange(1, 3, device=used.device).split(1)

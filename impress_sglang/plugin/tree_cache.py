@@ -62,6 +62,7 @@ from impress_sglang.plugin.served_cache import ServedCache
 from impress_sglang.serving.service import Service
 from impress_sglang.store.policies import make_policy
 from impress_sglang.transfer.basis_codec import BasisCodec, shape_by
+from impress_sglang.transfer.codecs import plain_codec
 
 logger = logging.getLogger(__name__)
 _ONE_POOL = ", or use --disable-hybrid-swa-memory"
@@ -110,10 +111,11 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
         loads = BlendLoads
     config = share_of_rank(config, ranks.size, ranks.copies)
     policy = make_policy(config)
-    shape, codec = kv_shape(runner, policy, config, tp_size), None
+    shape = kv_shape(runner, policy, config, tp_size)
     shape = replace(shape, exact=config.kept != CODES)
     if config.kept == EXACTLY:
         shape = replace(shape, code_bits=0.0)
+    codec = plain_codec(shape)
     if config.basis:
         # Of the heads of this rank, which others have too where there are more ranks than heads.
         parts = min(tp_size, runner.model_config.get_total_num_kv_heads())
@@ -125,7 +127,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
         shape = shape_by(basis, shape)
         # So that other threads need not make it.
         codec.rotation.prepare(runner.model_config.context_len)
-    elif policy.codes and shape.coded:
+    elif codec is not None:
         logger.info(
             "KVs are coded without a basis of the model: `impress calibrate` makes one, with which "
             "they take two thirds of the bytes (--impress-basis)"

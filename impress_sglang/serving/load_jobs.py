@@ -29,7 +29,7 @@ from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredMatch, StoredSpan
 from impress_sglang.threads import compute_alone
-from impress_sglang.transfer.basis_codec import BasisCodec
+from impress_sglang.transfer.codecs import Codec
 from impress_sglang.transfer.filling import FillStats, SlotFiller
 from impress_sglang.transfer.packed import PackedLayers
 from impress_sglang.transfer.sources import ReadStats, WholeSource
@@ -265,14 +265,14 @@ class JobLoader:
         shape: KVShape,
         device: torch.device,
         layers: Callable[[int], tuple[Tensor, Tensor]],
-        codec: BasisCodec | None = None,
+        codec: Codec | None = None,
         packed: PackedLayers | None = None,
         states: PackedLayers | None = None,
     ) -> None:
         """`layers` gives the pools of keys and values of a layer; `device`: where these are.
 
-        `codec` restores what a basis has coded; `packed` are the layers behind those of the pools,
-        `states` what layers without KVs have where a job ends.
+        `codec` restores codes, if there are some; `packed` are the layers behind those of the
+        pools, `states` what layers without KVs have where a job ends.
         """
         self.wake = threading.Event()
         """Set when a job has ended."""

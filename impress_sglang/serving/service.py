@@ -33,7 +33,7 @@ from impress_sglang.store.purges import MultiStepJobs, Purge
 from impress_sglang.store.quota import WriteBudget
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.threads import BackgroundThread
-from impress_sglang.transfer.basis_codec import BasisCodec
+from impress_sglang.transfer.codecs import Codec
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +57,12 @@ class Service:
         identity: str,
         device: torch.device,
         hidden_size: int,
-        codec: BasisCodec | None = None,
+        codec: Codec | None = None,
         make_store: type[PrefixStore] = PrefixStore,
     ) -> None:
         """Open the store of these weights; `device`: where slots are, `hidden_size`: of the model.
 
-        `codec` codes KVs, if the shape names a basis. A store that takes longer to open than
+        `codec` codes KVs; None if the shape has no codes. A store that takes longer to open than
         START_SECONDS is taken over later, and requests are computed until then.
 
         Raises:
@@ -91,7 +91,7 @@ class Service:
             codec=codec,
         )
         self.codec = codec
-        """Codes KVs by a basis; None: there is none, and codes are those without one."""
+        """Codes KVs; None if the shape has no codes."""
         self.estimator = Estimator(hidden_size, overlapped=config.readahead > 0)
         self.counts: Memory | None = None
         """Where prompts are counted for this rank of all replicas; None: for this process."""

@@ -15,7 +15,6 @@ import numpy as np
 from torch import Tensor
 
 from impress_sglang.codes.coding import CodingRule
-from impress_sglang.codes.groups.energy import QueryMeter
 from impress_sglang.storage.files import AlignedMemory, FileSystem
 from impress_sglang.storage.layer_bytes import encode_layer, put_sinks
 from impress_sglang.storage.layout import BLOCK_BYTES
@@ -60,7 +59,7 @@ def write_segment(
 ) -> None:
     """Write a segment, in the order of `mapping` [L, head groups, t], and publish it under `path`.
 
-    `coding` codes layers; None: without a basis, and all channels count alike.
+    `coding` codes layers, if the shape has codes.
     `written_ns` is when these KVs were first written, so that the file has their age; None: now.
     `is_wanted` is called last: a segment purged meanwhile is not published, so that the next start
     does not find it.
@@ -70,9 +69,7 @@ def write_segment(
         WriteAbandoned: the reader gave up, or the segment is not wanted; nothing is left behind.
     """
     layout, shape = info.layout(), info.shape
-    if coding is None and shape.coded:
-        assert not shape.basis, "nobody says how to code"
-        coding = QueryMeter().rule(shape.group_layout)
+    assert (coding is not None) == shape.coded, "nobody says how to code"
     shapes = info.arrays()
     checksums, sinks, fits = (np.zeros(*shapes[n][::-1]) for n in ("checksums", "sinks", "fits"))
     files.make_directory(path.parent)
@@ -82,7 +79,7 @@ def write_segment(
         for layer in range(shape.num_layers):
             keys, values = read_layer(layer)
             groups = None
-            if coding is not None and shape.coded and layer < shape.first_raw:
+            if coding is not None and layer < shape.first_raw:
                 groups, fit = coding(layer, keys, values)
                 fits[layer : layer + 1] = fit
                 put_sinks(sinks[layer], keys, values)

@@ -37,7 +37,7 @@ from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.store.writing import SegmentWrites
 from impress_sglang.tiers.placement import CACHES
 from impress_sglang.transfer.ahead import ReadAhead
-from impress_sglang.transfer.basis_codec import BasisCodec
+from impress_sglang.transfer.codecs import Codec
 from impress_sglang.transfer.sources import StoredSource
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class PrefixStore:
         memory: StoreMemory | None = None,
         lookahead: LookAhead | None = None,
         budget: WriteBudget | None = None,
-        codec: BasisCodec | None = None,
+        codec: Codec | None = None,
     ) -> None:
         """Open the store, or take over the parts of it that another thread has opened.
 
@@ -79,7 +79,7 @@ class PrefixStore:
             disk: opened for the same identity; it is still the caller's if this raises.
             memory: for the same configuration and shape, emptied; None to allocate it.
             lookahead, budget: what requests wait for, and what may be written; None: new ones.
-            codec: codes KVs, if the shape names a basis.
+            codec: codes KVs; None if the shape has no codes.
 
         Raises:
             ConfigError: the directory cannot be used, or the caches do not fit in memory.

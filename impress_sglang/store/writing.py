@@ -36,7 +36,7 @@ from impress_sglang.store.open_segments import OpenSegments
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, prefix_digest
 from impress_sglang.store.quota import Quota
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
-from impress_sglang.transfer.basis_codec import BasisCodec
+from impress_sglang.transfer.codecs import Codec
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class SegmentWrites:
         quota: Quota,
         segments: OpenSegments,
         lookahead: LookAhead,
-        codec: BasisCodec | None,
+        codec: Codec | None,
     ) -> None:
         self.stats, self.losses = StoreStats(), Losses()
         self._config, self._identity, self._shape, self._codec = config, identity, shape, codec
@@ -161,7 +161,7 @@ class SegmentWrites:
 
     def want_queries(self) -> bool:
         """See `QueryMeter.wants`."""
-        return self._codec is None and self._disk.meter.wants()
+        return self._codec is not None and self._codec.by_energy and self._disk.meter.wants()
 
     @property
     def are_taken(self) -> bool:
@@ -328,9 +328,8 @@ class SegmentWrites:
             return keys[: info.num_tokens], values[: info.num_tokens]
 
         if self._codec is not None:
-            coding = self._codec.rule(info.prefix_len, alone=not self._shape.exact)
-        elif info.shape.coded and not info.shape.basis:
-            coding = self._disk.meter.rule(info.shape.group_layout, offer.queries)
+            energy = functools.partial(self._disk.meter.energy, queries=offer.queries)
+            coding = self._codec.rule(info.prefix_len, energy, alone=not self._shape.exact)
         write = _Write(segment, offer)
         write.future = self._worker.submit(
             self._worker.write,

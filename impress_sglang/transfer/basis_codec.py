@@ -7,6 +7,7 @@ turned to where they stood before they enter slots.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from impress_sglang.codes.rows.row import CURVES, LEVEL_TABLE
 from impress_sglang.errors import ConfigError, NotCodable
 from impress_sglang.loops.types import Float32s
 from impress_sglang.storage.layout import KVShape
+from impress_sglang.transfer.codecs import Energy
 from impress_sglang.transfer.sources import WholeSource
 
 # Tokens that a CPU restores at once: what is between its loops stays in a cache.
@@ -66,7 +68,11 @@ def shape_by(basis: Basis, shape: KVShape) -> KVShape:
 
 
 class BasisCodec:
-    """A basis, and how the model that it was fitted to rotates its keys."""
+    """A basis, and how the model that it was fitted to rotates its keys: a `codecs.Codec`."""
+
+    # Most bases find random KVs unlike all that they know.
+    by_energy, worst_error = False, math.inf
+    instead = "no --impress-basis"
 
     def __init__(self, basis: Basis, rotation: KeyRotation, beyond: int = 0) -> None:
         """`basis` is on the CPU. KVs are stored as those of a token so many positions behind."""
@@ -78,12 +84,8 @@ class BasisCodec:
         """Where the tokens stood whose KVs are stored as those from token `first` on."""
         return torch.arange(first - self.beyond, first - self.beyond + count).clamp_min(0)
 
-    def rule(self, first: int, *, alone: bool = False) -> CodingRule:
-        """How the layers of a segment are coded that begins with token `first` of a prompt.
-
-        It is for one segment, layers in ascending order. It raises `NotCodable`, if codes stand
-        `alone` also for a segment that is unlike what the basis knows.
-        """
+    def rule(self, first: int, energy: Energy, *, alone: bool = False) -> CodingRule:
+        """See `Codec.rule`; codes say too little of what is unlike what the basis knows."""
         basis, rotation, total = self.basis, self.rotation, 0.0
         below: Tensor | None = None
         turns: Turns | None = None
@@ -107,6 +109,10 @@ class BasisCodec:
             return Coding(rows, fit)
 
         return code
+
+    def restorer(self, device: torch.device, *, kernels: bool) -> RowRestorer:
+        """See `Codec.restorer`."""
+        return RowRestorer(self, device, kernels=kernels)
 
 
 class RowRestorer:
@@ -149,16 +155,21 @@ class RowRestorer:
         values: Tensor,
         slots: Tensor,
     ) -> None:
-        """Put a layer of a source into slots; layers are restored in ascending order.
-
-        `groups` are of each span those that have its tokens, uint8 [groups, group_bytes]. Pools are
-        of keys [slots, G, Dk] and of values [slots, G, Dv]; `slots` int64 [source.num_tokens] on
-        their device, distinct.
-        """
+        """See `Restorer.restore`."""
         rows = torch.cat(list(groups)) if len(groups) > 1 else groups[0]
         below, turns = source.state or (None, self._turns(source))
         below = self.put(layer, rows, below, turns, slots, keys, values)
         source.state = below, turns
+
+    def launch(self, keys: Tensor, values: Tensor) -> None:
+        """See `Restorer.launch`."""
+        slots, below = torch.arange(len(keys)), None
+        turns = self._rotation.turns(torch.zeros_like(slots), slots).to(self._device)
+        slots = slots.to(self._device)
+        # Those of some layers differ.
+        for layer, layout in enumerate(self._basis.layouts):
+            rows = slots.new_zeros(len(keys), layout.row_bytes, dtype=torch.uint8)
+            below = self.put(layer, rows, below, turns, slots, keys, values)
 
     def _turns(self, source: WholeSource) -> Turns:
         """Turns of the keys of a source's tokens to where they stood when they were stored."""

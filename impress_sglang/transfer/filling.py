@@ -8,17 +8,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from impress_sglang.codes.groups.codec import GROUP_TOKENS
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.transfer.basis_codec import BasisCodec, RowRestorer
+from impress_sglang.transfer.codecs import Codec, Restorer
 from impress_sglang.transfer.sources import WholeSource
 
 Writing: TypeAlias = Callable[[], AbstractContextManager[None]]
@@ -43,13 +42,13 @@ class SlotFiller:
         self,
         shape: KVShape,
         device: torch.device,
-        codec: BasisCodec | None = None,
+        codec: Codec | None = None,
         *,
         kernels: bool | None = None,
     ) -> None:
         """Choose what restores into pools on a device: kernels, or loops; None: kernels on a GPU.
 
-        `codec`: of a store with a basis.
+        `codec`: None if there are no codes.
         """
         self._shape, self._device, self._codec = shape, device, codec
         self._kernels = device.type == "cuda" if kernels is None else kernels
@@ -58,28 +57,10 @@ class SlotFiller:
         self._head_bytes = [dim * shape.dtype.itemsize for dim in dims]
 
     @functools.cached_property
-    def _restore(self) -> Callable[..., None]:
-        """Puts a layer of a source into slots; see `RowRestorer.restore`."""
-        # Not made before it is needed. Imported only where it is used: Numba is not needed on a
-        # GPU, Triton not on a CPU.
-        if self._codec is not None:
-            return RowRestorer(self._codec, self._device, kernels=self._kernels).restore
-        module: Any
-        if self._kernels:
-            from impress_sglang.triton import groups as module
-        else:
-            from impress_sglang.codes.groups import slots as module
-        layout = self._shape.group_layout
-
-        def restore(
-            layer: int, source: WholeSource, groups: Sequence[Tensor], keys: Tensor, values: Tensor,
-            slots: Tensor,
-        ) -> None:  # fmt: skip
-            parts: Sequence[Tensor] = slots.split(source.lengths)
-            for (_, tokens, _), own, places in zip(source.spans, groups, parts, strict=True):
-                module.restore(layout, own, tokens.start % GROUP_TOKENS, places, keys, values)
-
-        return restore
+    def _restorer(self) -> Restorer:
+        """Not made before it is needed: a CPU compiles loops for it."""
+        assert self._codec is not None, "there are codes, and no codec"
+        return self._codec.restorer(self._device, kernels=self._kernels)
 
     def fill(
         self,
@@ -104,7 +85,8 @@ class SlotFiller:
             with writing():
                 if layer < self._shape.first_raw and source.codes:
                     stats.bits = self._shape.code_bits
-                    self._restore(layer, source, [own for (own,) in found], keys, values, slots)
+                    groups = [own for (own,) in found]
+                    self._restorer.restore(layer, source, groups, keys, values, slots)
                     source.put_sinks(layer, slots, pools)
                     return
                 if layer >= self._shape.first_raw:

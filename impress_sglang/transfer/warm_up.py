@@ -15,7 +15,7 @@ import torch
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.tiers.copying import PageCopier
-from impress_sglang.transfer.basis_codec import BasisCodec, RowRestorer
+from impress_sglang.transfer.codecs import Codec
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 TOKENS = 20
 
 
-def warm_up(shape: KVShape, device: torch.device, codec: BasisCodec | None = None) -> None:
+def warm_up(shape: KVShape, device: torch.device, codec: Codec | None) -> None:
     """Compile all kernels with which prefixes are loaded on a device; on a CPU there are none.
 
     It raises `UnsupportedError` if a kernel of this shape does not fit into the device.
@@ -35,7 +35,7 @@ def warm_up(shape: KVShape, device: torch.device, codec: BasisCodec | None = Non
         logger.info("kernels that load prefixes are compiled (%.1f s)", time.perf_counter() - began)
 
 
-def launch_all(shape: KVShape, device: torch.device, codec: BasisCodec | None = None) -> None:
+def launch_all(shape: KVShape, device: torch.device, codec: Codec | None) -> None:
     """Launch all kernels in all their variants, also in Triton's interpreter; see `warm_up`."""
     from triton.runtime.errors import OutOfResources
 
@@ -44,36 +44,16 @@ def launch_all(shape: KVShape, device: torch.device, codec: BasisCodec | None = 
         blocks = torch.zeros(2, BLOCK_BYTES, dtype=torch.uint8, device=device)
         source, target = (np.array([own.data_ptr()]) for own in blocks)
         PageCopier(BLOCK_BYTES, device, kernels=True).copy(source, target).wait()
-        if shape.coded:
-            what, instead = "codes", "--impress-policy paper, which has none"
-            if codec is not None:
-                instead = "no --impress-basis"
-            _restore(shape, device, codec)
+        if codec is not None:
+            what, instead = "codes", codec.instead
+            pools = (
+                torch.zeros(TOKENS, shape.num_kv_heads, dim, dtype=shape.dtype, device=device)
+                for dim in (shape.key_dim, shape.value_dim)
+            )
+            codec.restorer(device, kernels=True).launch(*pools)
     except OutOfResources as error:
         raise UnsupportedError(
             f"the kernel for loading {what} does not fit into this GPU: for {shape.group_size} "
             f"query heads per KV head and {shape.key_dim} elements per key ({shape.dtype}) it "
             f"takes {error.required} of {error.name}, and there is {error.limit}; use {instead}"
         ) from error
-
-
-def _restore(shape: KVShape, device: torch.device, codec: BasisCodec | None) -> None:
-    slots = torch.arange(TOKENS, device=device)
-    keys, values = (
-        torch.zeros(TOKENS, shape.num_kv_heads, dim, dtype=shape.dtype, device=device)
-        for dim in (shape.key_dim, shape.value_dim)
-    )
-    if codec is None:
-        from impress_sglang.triton import groups as kernels
-
-        layout = shape.group_layout
-        groups = torch.zeros(1, layout.group_bytes, dtype=torch.uint8, device=device)
-        kernels.restore(layout, groups, 0, slots, keys, values)
-        return
-    places, below = torch.arange(TOKENS), None
-    turns = codec.rotation.turns(torch.zeros_like(places), places).to(device)
-    restorer = RowRestorer(codec, device, kernels=True)
-    # Those of some layers differ.
-    for layer, row_bytes in enumerate(shape.row_bytes_of_layers):
-        rows = torch.zeros(TOKENS, row_bytes, dtype=torch.uint8, device=device)
-        below = restorer.put(layer, rows, below, turns, slots, keys, values)

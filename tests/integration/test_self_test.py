@@ -31,6 +31,7 @@ from impress_sglang.plugin.factory import kv_shape
 from impress_sglang.plugin.pools import PoolLayers, index_keys, state_layers, window_pool
 from impress_sglang.plugin.self_test import check_kvs
 from impress_sglang.store.policies import make_policy
+from impress_sglang.transfer.codecs import plain_codec
 from impress_sglang.transfer.packed import PackedLayers
 from tests.integration.test_capabilities import Layers
 
@@ -76,7 +77,7 @@ def run(
         runners += [SimpleNamespace(token_to_kv_pool=own, model=Layers()) for own in drafts]
         shape = layers.add(shape, drafts)
     assert layers.beyond == len(drafts)
-    return check_kvs(runners, layers, config, shape, None)
+    return check_kvs(runners, layers, config, shape, plain_codec(shape))
 
 
 @pytest.mark.parametrize("policy", ["impress", "as", "paper"])

@@ -36,6 +36,7 @@ from impress_sglang.plugin.tree_cache import ImpressTreeCache
 from impress_sglang.serving.ranks import ALONE, Ranks
 from impress_sglang.serving.service import Service
 from impress_sglang.storage.layout import KVShape
+from impress_sglang.transfer.codecs import plain_codec
 from tests.integration import tiny_model
 from tests.unit.kv_factory import make_shape
 from tests.unit.store_factory import DEFAULTS
@@ -148,7 +149,8 @@ class TreeWorld:
             sliding_window_size=self.window,
         )
         shape = self.shape_with(layers)
-        self.service = Service(self.config, shape, IDENTITY, torch.device("cpu"), tiny_model.HIDDEN)
+        rest = torch.device("cpu"), tiny_model.HIDDEN, plain_codec(shape)
+        self.service = Service(self.config, shape, IDENTITY, *rest)
         self.cache = ImpressTreeCache(
             params, self.service, self.model, layers, None, self.read_identity, ranks
         )

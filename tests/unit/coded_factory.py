@@ -19,6 +19,7 @@ from impress_sglang.storage.segment import OpenSegment
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import LeastRecentlyUsed, ReplacementRule
 from impress_sglang.transfer.buffers import BufferPool
+from impress_sglang.transfer.codecs import plain_codec
 from impress_sglang.transfer.filling import FillStats, SlotFiller
 from impress_sglang.transfer.sources import OpenSpan, WholeSource
 from impress_sglang.transfer.wanted import chunk_pages, most_pages
@@ -133,7 +134,9 @@ class CodedCase:
 
     def load(self, layer: int, *, kernels: bool = False) -> None:
         """The request under way loads a layer into its slots."""
-        filler = SlotFiller(self.shape, torch.device("cpu"), kernels=kernels)
+        filler = SlotFiller(
+            self.shape, torch.device("cpu"), plain_codec(self.shape), kernels=kernels
+        )
         pools = self.layer_pools(layer)
         filler.fill(layer, self.source, *pools, self.slots, FillStats(), contextlib.nullcontext)
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from impress_sglang.codes.groups.energy import QueryMeter
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import Column, KVShape, SegmentLayout
 from impress_sglang.storage.quality import EXACT, Quality
@@ -21,6 +22,7 @@ from impress_sglang.store.prefix_hashes import prefix_digest
 from impress_sglang.store.stored import SegmentState, StoredSegment
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import LeastRecentlyUsed, ReplacementRule
+from impress_sglang.transfer.codecs import plain_codec
 from impress_sglang.transfer.sources import OpenSpan
 from impress_sglang.transfer.wanted import chunk_pages, most_pages
 
@@ -118,7 +120,7 @@ def write_kvs(
     direct: bool = False,
     mapping: MappingLists | None = None,
 ) -> Path:
-    path = directory / f"{info.segment_id}.kv"
+    path, codec = directory / f"{info.segment_id}.kv", plain_codec(info.shape)
     write_segment(
         path,
         info,
@@ -126,6 +128,7 @@ def write_kvs(
         FileSystem(),
         direct=direct,
         mapping=mapping,
+        coding=None if codec is None else codec.rule(info.prefix_len, QueryMeter().energy),
     )
     return path
 

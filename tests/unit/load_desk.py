@@ -16,7 +16,7 @@ from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredMatch
-from impress_sglang.transfer.basis_codec import BasisCodec
+from impress_sglang.transfer.codecs import Codec, plain_codec
 from impress_sglang.transfer.filling import FillStats, SlotFiller
 from tests.faults import Faults, FaultyFileSystem
 from tests.unit import kv_factory as kv
@@ -59,7 +59,7 @@ class Desk:
         self,
         root: Path,
         shape: KVShape = SHAPE,
-        codec: BasisCodec | None = None,
+        codec: Codec | None = None,
         num_slots: int = NUM_SLOTS,
         **options: Any,
     ) -> None:
@@ -68,7 +68,7 @@ class Desk:
         options = {"policy": "impress", "io_timeout": 5.0, "readahead": 0.2, **options}
         self.store = self.bench.open(files=FaultyFileSystem(self.faults), **options)
         self.pools = Pools(shape, num_slots)
-        self.loader = JobLoader(shape, CPU, self.pools, codec=codec)
+        self.loader = JobLoader(shape, CPU, self.pools, codec=self.bench.codec)
         self.free = torch.randperm(num_slots)
 
     def put(self, *all_tokens: Sequence[int], **options: Any) -> None:
@@ -151,7 +151,7 @@ def restored(store: PrefixStore, job: LoadJob) -> list[Tensor]:
     """What the codes of a job are, read on the thread of the test."""
     source, slots = store.segments.open(job.spans, exact=False), torch.arange(len(job))
     assert source.codes
-    keys, values, filler = [], [], SlotFiller(SHAPE, CPU)
+    keys, values, filler = [], [], SlotFiller(SHAPE, CPU, plain_codec(SHAPE))
     for layer in range(SHAPE.num_layers):
         for rows, dim in ((keys, SHAPE.key_dim), (values, SHAPE.value_dim)):
             rows.append(torch.full((len(job), SHAPE.num_kv_heads, dim), EMPTY, dtype=SHAPE.dtype))

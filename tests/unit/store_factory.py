@@ -28,7 +28,7 @@ from impress_sglang.store.purges import Purge
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.store.writing import Offer, StoreOutcome
-from impress_sglang.transfer.basis_codec import BasisCodec
+from impress_sglang.transfer.codecs import Codec, plain_codec
 from tests.unit import kv_factory as kv
 from tests.unit.reading import read_rows
 from tests.unit.store_checks import check_store
@@ -75,10 +75,10 @@ def prompt(number: int, length: int = 8) -> tuple[int, ...]:
 class Workbench:
     """Stores on one directory, and the short way to offer and look up."""
 
-    def __init__(self, root: Path, shape: KVShape, codec: BasisCodec | None = None) -> None:
+    def __init__(self, root: Path, shape: KVShape, codec: Codec | None = None) -> None:
         self.root = root
         self.shape = shape
-        self.codec = codec
+        self.codec = codec or plain_codec(shape)
         # Up to 8 tokens: one header, and one disk block for each column of 2 layers.
         self.one = (
             1 + 2 * sum(bool(kv.heads_of(shape, own)) for own in kv.columns_of(shape))

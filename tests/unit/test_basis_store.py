@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from impress_sglang.codes.groups.energy import QueryMeter
 from impress_sglang.codes.rows.coder import encode_layer, kvs_of
 from impress_sglang.codes.rows.fit import SINK_TOKENS
 from impress_sglang.errors import ConfigError, PrefixUnreadable
@@ -224,7 +225,7 @@ def test_a_basis_for_another_shape_is_refused() -> None:
 def test_kvs_that_are_stored_behind_their_positions_are_turned_from_these() -> None:
     """Where drafts stand beside, what is stored of a token are the KVs of the one before."""
     tokens, beside = prompt(7, 200), BasisCodec(CODEC.basis, CODEC.rotation, beyond=1)
-    rules = CODEC.rule(0), beside.rule(0)
+    rules = CODEC.rule(0, QueryMeter().energy), beside.rule(0, QueryMeter().energy)
     restorers = [RowRestorer(own, CPU, kernels=False) for own in (CODEC, beside)]
     segment = SimpleNamespace(info=SimpleNamespace(prefix_len=0))
     sources: list[Any] = [

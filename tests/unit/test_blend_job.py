@@ -25,6 +25,7 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.store.policies import LoadOptions
 from impress_sglang.transfer.basis_codec import shape_by
+from impress_sglang.transfer.codecs import plain_codec
 from impress_sglang.transfer.sources import WholeSource
 from tests.unit import blending_desk
 from tests.unit.basis_factory import codec_for
@@ -244,7 +245,8 @@ def carry_out(job: BlendJob, shape: KVShape = SHAPE) -> tuple[list[Tensor], list
     assert job.target is not None
     size = len(job), shape.num_kv_heads, 8
     pools = [[torch.full(size, math.nan) for _ in range(shape.num_layers)] for _ in range(2)]
-    loader = JobLoader(shape, torch.device("cpu"), lambda layer: (pools[0][layer], pools[1][layer]))
+    device, codec = torch.device("cpu"), plain_codec(shape)
+    loader = JobLoader(shape, device, lambda layer: (pools[0][layer], pools[1][layer]), codec)
     job.state = JobState.LOADING
     loader.begin(job)
     assert job.done.wait(30) and list(loader.take_ended()) == [job]

@@ -15,6 +15,7 @@ from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer import buffers
 from impress_sglang.transfer.ahead import ReadAhead
+from impress_sglang.transfer.codecs import plain_codec
 from impress_sglang.transfer.filling import FillStats, SlotFiller
 from impress_sglang.transfer.sources import OpenSpan
 from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart
@@ -149,7 +150,7 @@ def test_random_requests(seed: int, coded: Coded, monkeypatch: pytest.MonkeyPatc
         spans = spans_of(case, chance)
         sources.append(case.open(spans[: chance.randint(1, len(spans))]))
         ahead.join(sources[-1])
-    filler, stats = SlotFiller(SHAPE, CPU), FillStats()
+    filler, stats = SlotFiller(SHAPE, CPU, plain_codec(SHAPE)), FillStats()
     for layer in range(SHAPE.num_layers):
         for source in sources:
             if chance.random() < 0.5:

@@ -17,6 +17,7 @@ from bench.engine.engine import IDENTITY, OPTIONS, Engine, run, save, tokens_of
 from bench.engine.model import MODELS, Model, ModelShape
 from impress_sglang.config import ImpressConfig
 from impress_sglang.store.store import PrefixStore
+from impress_sglang.transfer.codecs import plain_codec
 
 CPU, ROOT = torch.device("cpu"), Path(__file__).resolve().parents[2]
 SHAPE = ModelShape("small", 2, 8, 4, 48, 64, head_dim=32)
@@ -37,7 +38,8 @@ def store(tmp_path: Path) -> Iterator[PrefixStore]:
     config = ImpressConfig(
         ssd_dir=str(tmp_path), ssd_gb=1.0, min_free_gb=0.0, host_gb=0.0, device_gb=0.0
     )
-    own = PrefixStore(config, IDENTITY, SHAPE.kv_shape(torch.float32), CPU)
+    shape = SHAPE.kv_shape(torch.float32)
+    own = PrefixStore(config, IDENTITY, shape, CPU, codec=plain_codec(shape))
     with contextlib.closing(own):
         yield own
 

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impress_sglang.codes.groups import energy as energy_module
 from impress_sglang.codes.groups.codec import (
     CODE_BITS,
     GROUP_TOKENS,
@@ -32,6 +31,7 @@ from impress_sglang.errors import NotCodable
 from impress_sglang.loops import groups as loops
 from impress_sglang.options import BITS
 from impress_sglang.storage.directory import CODING
+from impress_sglang.transfer import codecs
 from tests.unit.coded_factory import check_pool
 from tests.unit.kv_factory import make_shape
 from tests.unit.store_factory import Workbench
@@ -283,7 +283,7 @@ def test_a_store_codes_by_what_it_knows_of_queries(
     """From the offer with queries to the codes, and to those of the next process."""
     shape = make_shape(layers=2, query_heads=6, kv_heads=3, key_dim=DIM, probe=(), coded=True)
     bench, options = Workbench(tmp_path, shape), {"policy": "impress"}
-    coded = calls_of(monkeypatch, energy_module, "encode_layer")
+    coded = calls_of(monkeypatch, codecs, "encode_layer")
     store = bench.open(**options)
 
     def put(count: int, queries: Any = no_queries) -> list[Tensor | None]:

@@ -19,6 +19,7 @@ from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from impress_sglang.transfer.buffers import BufferPool
+from impress_sglang.transfer.codecs import plain_codec
 from impress_sglang.transfer.filling import SlotFiller
 from tests.faults import Rule
 from tests.unit import kv_factory as kv
@@ -43,7 +44,7 @@ CACHES = {
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """As a server does at its start: it may take longer than a test waits."""
-    assert SlotFiller(SHAPE, CPU)._restore
+    assert SlotFiller(SHAPE, CPU, plain_codec(SHAPE))._restorer
 
 
 @pytest.fixture

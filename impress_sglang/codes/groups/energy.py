@@ -16,9 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impress_sglang.codes.coding import Coding, CodingRule
-from impress_sglang.codes.groups.codec import GroupLayout, encode_layer
-
 logger = logging.getLogger(__name__)
 
 # So many prompts are measured, and then one of so many.
@@ -71,15 +68,6 @@ class QueryMeter:
             logger.warning("what is known of queries is damaged, and is measured anew: %s", error)
             return
         self._prompts = FIRST_PROMPTS
-
-    def rule(self, layout: GroupLayout, queries: QuerySource = no_queries) -> CodingRule:
-        """The rule for a segment of a prompt with these queries."""
-
-        def coding(layer: int, keys: Tensor, values: Tensor) -> Coding:
-            energy = self.energy(layer, keys.shape[1:], queries)
-            return Coding(encode_layer(layout, keys, values, energy))
-
-        return coding
 
     def energy(
         self, layer: int, shape: torch.Size, queries: QuerySource = no_queries

@@ -24,6 +24,7 @@ from impress_sglang.errors import UnsupportedError
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer.basis_codec import RowRestorer, shape_by
+from impress_sglang.transfer.codecs import plain_codec
 from impress_sglang.transfer.warm_up import launch_all
 from impress_sglang.triton import groups as group_kernels
 from impress_sglang.triton import pages as page_kernels
@@ -116,7 +117,7 @@ def test_requests_launch_nothing_new(
 ) -> None:
     """And everything that was compiled is launched by some request."""
     shape = dataclasses.replace(CODED, dtype=dtype)
-    launch_all(shape, CPU)
+    launch_all(shape, CPU, plain_codec(shape))
     warm = launches.take()
 
     make_requests(shape, tmp_path, reader)
@@ -171,7 +172,7 @@ def test_a_shape_that_does_not_fit_is_refused(
     monkeypatch.setattr(launches, "note", compiled)
 
     with pytest.raises(UnsupportedError) as refusal:
-        launch_all(CODED, CPU)
+        launch_all(CODED, CPU, plain_codec(CODED))
 
     text = str(refusal.value)
     assert text.partition("; use ")[2].startswith(instead)
