@@ -130,7 +130,7 @@ class Rotated:
     turns: Turns
 
 
-def random_turns(rotated: int, tokens: int, *, halves: bool) -> Rotated:
+def random_turns(rotated: int, tokens: int, *, halves: bool = True) -> Rotated:
     """Of so many dimensions."""
     angles = torch.rand(tokens + 9, rotated // 2, generator=torch.Generator().manual_seed(2)) * 6
     table = torch.cat([angles.cos(), angles.sin()], 1)

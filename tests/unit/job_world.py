@@ -277,11 +277,8 @@ def new_job(tokens: Path, start: int = 0) -> LoadJob:
     return LoadJob(nothing, KVClass(), (None, None), np.array(tokens, np.int32), nothing, start)
 
 
-def check_queue(jobs: JobQueue, tree: Tree, *, lazy: bool = False) -> None:
-    """What holds between calls of a queue; `lazy`: jobs that wait may hold something.
-
-    Returns nothing; slots and locks of requests are somebody else's.
-    """
+def check_queue(jobs: JobQueue, tree: Tree) -> None:
+    """What holds between calls of a queue; slots and locks of requests are somebody else's."""
     for rid, waiter in jobs.waiters.items():
         assert waiter.rid == rid
         assert waiter.job is None or (waiter.job in jobs.jobs and rid in waiter.job.waiters)
@@ -289,7 +286,7 @@ def check_queue(jobs: JobQueue, tree: Tree, *, lazy: bool = False) -> None:
     for job in jobs.jobs:
         assert all(jobs.waiters[rid].job is job for rid in job.waiters)
         if job.state is JobState.WAITING:
-            assert job.slots is None and (lazy or job.hold is None), "who waits holds nothing"
+            assert job.slots is None and job.hold is None, "who waits holds nothing"
             assert job.waiters, "nobody waits for it"
             assert job not in _begun(jobs)
         else:

@@ -101,13 +101,6 @@ class ModelPool(Pool):
 class SGLangModel:
     """One scheduler; `ratio`: which share of their answers it reserves for running requests."""
 
-    pool_class: type[ModelPool] = ModelPool
-    queue_class: type[JobQueue] = JobQueue
-    lazy = False
-    """Whether jobs that wait may hold something."""
-    strict = True
-    """Whether promises are checked before somebody needs what was promised."""
-
     def __init__(self, ratio: float = 1.0) -> None:
         self.ratio = ratio
         self.clock = Clock()
@@ -127,11 +120,11 @@ class SGLangModel:
         self.full = False
         self.polls = 0
         self.count = 0
-        self.pool = self.pool_class(self)
+        self.pool = ModelPool(self)
         self.jobs = self.make_jobs(self.loader, self.clock)
 
     def make_jobs(self, loader: Any, clock: Callable[[], float]) -> JobQueue:
-        return self.queue_class(self.pool, loader, self._note_end, self._after_job, LEAST, clock)
+        return JobQueue(self.pool, loader, self._note_end, self._after_job, LEAST, clock)
 
     def _tick(self) -> None:
         self.clock.now += STEP_SECONDS
@@ -322,15 +315,9 @@ class SGLangModel:
             self._attend(own)
             self._generate(own)
 
-    def _make_room(self) -> bool:
-        """For a token of each."""
-        slots = self._allocate(len(self.running))
-        self.tree.give(slots or ())
-        return slots is not None
-
     def _retract(self) -> None:
-        """Put requests back until the others fit, with the shortest answers first."""
-        while not self._make_room():
+        """Put requests back until a token of each fits, with the shortest answers first."""
+        while (slots := self._allocate(len(self.running))) is None:
             last = min(self.running, key=lambda own: len(own.output))
             alone = len(self.running) == 1
             self._requeue(last)
@@ -341,6 +328,7 @@ class SGLangModel:
                 )
                 assert others or self.gate, "the last request is aborted"
                 return
+        self.tree.give(slots)
 
     def _wait_at_gate(self) -> None:
         """A pass waits for the layers of early jobs, but not for ever."""
@@ -457,7 +445,7 @@ class SGLangModel:
 
     def check(self) -> None:
         tree, jobs = self.tree, self.jobs
-        check_queue(jobs, tree, lazy=self.lazy)
+        check_queue(jobs, tree)
         owned = [*tree.free, *(node.slot for node in tree.nodes.values())]
         for own in self.requests.values():
             owned += own.slots
@@ -471,9 +459,6 @@ class SGLangModel:
         holds += self.other_holds()
         holds += [waiter.hold for waiter in jobs.waiters.values() if waiter.hold is not None]
         holds += [job.hold for job in jobs.jobs if job.early or job.slots is not None]
-        if self.lazy:
-            waiting = (job for job in jobs.jobs if job.state is JobState.WAITING)
-            holds += [job.hold for job in waiting if job.hold is not None]
         assert sorted(map(id, holds)) == sorted(map(id, tree.holds)), "locks end with their owners"
         for rid in jobs.waiters:
             assert self.requests[rid].state is State.QUEUED, "nobody else waits"
@@ -484,9 +469,9 @@ class SGLangModel:
         return []
 
     def _check_promises(self) -> None:
-        if self.ratio == 1.0 and self.strict:
+        if self.ratio == 1.0:
             assert self.available >= self.promised(1.0, 0), "room that was promised is taken"
-        if self.chunked is None or not self.strict:
+        if self.chunked is None:
             return
         rest = len(self.chunked.tokens) - self.chunked.computed
         paths = [own.lock.path for own in self.requests.values() if own.lock is not None]

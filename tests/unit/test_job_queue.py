@@ -10,33 +10,7 @@ from impress_sglang.serving import job_queue
 from impress_sglang.serving.job_queue import Waiter, overlapping
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.load_jobs import JobState, LoadJob
-from tests.unit.job_world import Desk, new_job, prompt, resident
-
-
-def test_a_job_is_begun_and_what_it_brought_is_held_until_its_request_is_admitted(
-    desk: Desk,
-) -> None:
-    job = new_job(prompt(1, 5))
-    waiter = desk.ask("a", prompt(1), job)
-    assert job.state is JobState.WAITING and desk.waiting == ["a"] and desk.jobs
-    assert not any(desk.jobs.loading)
-
-    desk.poll()
-
-    assert job.state is JobState.LOADING and list(map(len, desk.jobs.loading)) == [5]
-    assert list(desk.jobs.loading) == [job] and desk.waiting == ["a"]
-
-    desk.load()
-
-    assert not desk.jobs and not desk.waiting and not any(desk.jobs.loading)
-    assert desk.ended == [job] and desk.replanned == [("a", job)]
-    assert desk.tree.written(prompt(1, 5)) and waiter.hold.path == prompt(1, 5)
-    assert desk.tree.evict(20) == 0, "it is held"
-
-    desk.leave("a")
-
-    assert desk.tree.evict(20) == 5
-    desk.check_nothing_is_left()
+from tests.unit.job_world import Desk, Path, new_job, prompt, resident
 
 
 def test_who_needs_more_than_what_became_resident_gets_another_job(desk: Desk) -> None:
@@ -77,20 +51,6 @@ class TestOrder:
         desk.pool.new_tokens["a"] = 4
         desk.poll()
         assert small.state is JobState.LOADING
-
-    def test_only_the_head_of_the_queue_is_looked_at(
-        self, desk: Desk, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(job_queue, "WINDOW", 2)
-        job = new_job(prompt(3, 2))
-        desk.ask("a", prompt(1, 2))
-        desk.ask("b", prompt(2, 2))
-        desk.ask("c", prompt(3, 3), job)
-        desk.poll()
-        assert job.state is JobState.WAITING
-        desk.leave("a")
-        desk.poll()
-        assert job.state is JobState.LOADING
 
 
 class TestPassing:
@@ -182,42 +142,12 @@ class TestPassing:
         desk.load()
         assert again.state is JobState.WAITING and desk.waiting == ["a", "b"], "b may not"
 
-    def test_what_is_held_for_those_who_may_not_pass_is_released(self, desk: Desk) -> None:
-        """Otherwise there might never be room."""
-        desk.ask("b", prompt(2, 7), held := new_job(prompt(2, 6)))
-        desk.poll()
-        desk.load()
-        assert held.state is JobState.LOADED and not desk.waiting
-        job = new_job(prompt(1, 13))
-        desk.ask("a", prompt(1, 14), job)
-        desk.queue.reverse()
-        desk.poll()
-        assert job.state is JobState.WAITING and desk.waiting == ["a"], "b may pass"
-        desk.clock.now += 2.0
-        desk.poll()
-        assert desk.waiting == ["a", "b"] and not desk.tree.holds
-        desk.poll()
-        assert job.state is JobState.LOADING
-
 
 class TestAlone:
     def test_a_job_for_which_there_is_too_little_room_begins_alone(self, desk: Desk) -> None:
         """Nobody would make room for it."""
         job = new_job(prompt(1, 15))
         desk.ask("a", prompt(1, 16), job, new=10)
-        desk.poll()
-        assert job.state is JobState.LOADING
-
-    def test_but_not_beside_another(self, desk: Desk) -> None:
-        first, job = new_job(prompt(2, 2)), new_job(prompt(1, 15))
-        desk.ask("b", prompt(2, 3), first)
-        desk.poll()
-        desk.ask("a", prompt(1, 16), job, new=10)
-        desk.poll()
-        assert job.state is JobState.WAITING
-        desk.load()
-        assert job.state is JobState.WAITING, "what is held must be used first"
-        desk.leave("b")
         desk.poll()
         assert job.state is JobState.LOADING
 
@@ -229,41 +159,6 @@ class TestAlone:
         assert not desk.jobs and not desk.tree.holds
         desk.leave("a")
         desk.check_nothing_is_left()
-
-
-class TestOverlapping:
-    def test_who_needs_the_same_tokens_joins(self) -> None:
-        own = new_job(prompt(1, 8))
-        assert overlapping([own], new_job(prompt(1, 8)), 2) is own
-        assert overlapping([own], new_job(prompt(1, 5)), 2) is own
-        assert overlapping([own], new_job(prompt(1, 12)), 2) is own
-        assert overlapping([own], new_job(prompt(1, 8), 6), 2) is own
-
-    def test_who_needs_too_few_of_them_does_not(self) -> None:
-        own = new_job(prompt(1, 8))
-        assert overlapping([own], new_job(prompt(1, 8), 7), 2) is None
-        assert overlapping([own], new_job(prompt(1, 12), 7), 2) is None
-        assert overlapping([own], new_job((100, *prompt(2, 5))), 2) is None
-        assert overlapping([own], new_job((100, 101, *prompt(2, 5))), 2) is own
-        assert overlapping([own], new_job((5, *prompt(1, 8)[1:])), 2) is None
-        assert overlapping([own], new_job((*prompt(1, 5), 7, 8, 9), 4), 2) is None
-
-    def test_who_needs_earlier_tokens_joins_a_job_that_waits(self) -> None:
-        """It will begin behind what is resident then."""
-        own = new_job(prompt(1, 8), 4)
-        assert overlapping([own], new_job(prompt(1, 8)), 2) is own
-        own.state = JobState.LOADING
-        assert overlapping([own], new_job(prompt(1, 8)), 2) is None
-
-    def test_neither_does_one_of_others(self) -> None:
-        new = new_job(prompt(1, 8))
-        for field, value in (("space", ("salt", None)), ("kv_class", KVClass(5.0))):
-            own = new_job(prompt(1, 8))
-            setattr(own, field, value)
-            assert overlapping([own], new, 2) is None
-        own = new_job(prompt(1, 8))
-        own.revoke()
-        assert overlapping([own], new, 2) is None
 
 
 class TestPressure:
@@ -336,55 +231,63 @@ class TestGivingUp:
         desk.check_nothing_is_left()
 
 
-class TestEarly:
-    """A job whose slots are in the tree before they are filled."""
+def test_what_others_hold_below_an_early_job_that_fails_is_released(desk: Desk) -> None:
+    """Its slots are in the tree; a job for tokens behind it may have begun, or ended."""
+    job = new_job(prompt(1, 5))
+    desk.ask("a", prompt(1), job)
+    desk.poll()
+    desk.loader.step()
+    desk.pool.insert(job)
+    job.early = True
+    desk.leave("a")
+    ended, loading = new_job(prompt(1, 7), 5), new_job((*prompt(1, 5), 77, 78, 79), 5)
+    desk.ask("b", prompt(1, 8), ended)
+    desk.ask("c", (*prompt(1, 5), 77, 78, 79, 80), loading)
+    desk.poll()
+    # The drive brings what is behind first: only an order for this test.
+    desk.loader.begun.rotate(-1)
+    desk.loader.run(2)
+    desk.loader.begun.rotate(1)
+    desk.poll()
+    assert ended.state is JobState.LOADED and desk.waiters["b"].hold is not None
+    desk.loader.corrupt.add(prompt(1, 4))
+    desk.load()
+    assert loading.revoked and desk.waiters["c"].tries == 1
+    assert not desk.waiting and not desk.tree.nodes and not desk.tree.holds
 
-    def start(self, desk: Desk) -> LoadJob:
-        job = new_job(prompt(1, 5))
-        desk.ask("a", prompt(1), job)
-        desk.poll()
-        desk.loader.step()
-        desk.pool.insert(job)
-        job.early = True
-        assert job.early and job.slots is None and not any(desk.jobs.loading)
-        return job
 
-    def test_is_not_under_pressure(self, desk: Desk) -> None:
-        """A pass uses its slots."""
-        job = self.start(desk)
-        desk.leave("a")
-        desk.jobs.make_room(lambda: 20 - len(desk.tree.free))
-        assert not job.revoked and len(desk.tree.free) == 15
+# Tokens and start of a job beside one of 8 tokens, and whether it is the same for its request.
+OVERLAPS = [
+    *((prompt(1, length), 0, True) for length in (5, 8, 12)),
+    (prompt(1, 8), 6, True),
+    # Too few of them are the same.
+    *((prompt(1, length), 7, False) for length in (8, 12)),
+    ((100, *prompt(2, 5)), 0, False),
+    ((100, 101, *prompt(2, 5)), 0, True),
+    ((5, *prompt(1, 8)[1:]), 0, False),
+    ((*prompt(1, 5), 7, 8, 9), 4, False),
+]
 
-    @pytest.mark.parametrize("fault", ["corrupt", "revoked"])
-    def test_one_that_fails_is_discarded(self, desk: Desk, fault: str) -> None:
-        job, put_back = self.start(desk), []
-        desk.pool.put_back = put_back.append
-        desk.leave("a")
-        if fault == "corrupt":
-            desk.loader.corrupt.add(prompt(1, 4))
-        else:
-            # By a pass that has waited long enough.
-            job.revoke()
-        desk.load()
-        assert put_back == [job] and desk.ended == [job] and not desk.tree.nodes
-        desk.check_nothing_is_left()
 
-    def test_what_others_hold_below_one_that_fails_is_released(self, desk: Desk) -> None:
-        """A job for tokens behind it may have begun, or ended."""
-        self.start(desk)
-        desk.leave("a")
-        ended, loading = new_job(prompt(1, 7), 5), new_job((*prompt(1, 5), 77, 78, 79), 5)
-        desk.ask("b", prompt(1, 8), ended)
-        desk.ask("c", (*prompt(1, 5), 77, 78, 79, 80), loading)
-        desk.poll()
-        # The drive brings what is behind first: only an order for this test.
-        desk.loader.begun.rotate(-1)
-        desk.loader.run(2)
-        desk.loader.begun.rotate(1)
-        desk.poll()
-        assert ended.state is JobState.LOADED and desk.waiters["b"].hold is not None
-        desk.loader.corrupt.add(prompt(1, 4))
-        desk.load()
-        assert loading.revoked and desk.waiters["c"].tries == 1
-        assert not desk.waiting and not desk.tree.nodes and not desk.tree.holds
+@pytest.mark.parametrize(("tokens", "start", "joins"), OVERLAPS)
+def test_who_needs_the_same_tokens_joins(tokens: Path, start: int, joins: bool) -> None:
+    own = new_job(prompt(1, 8))
+    assert overlapping([own], new_job(tokens, start), 2) is (own if joins else None)
+
+
+def test_who_needs_earlier_tokens_joins_a_job_that_waits() -> None:
+    """It will begin behind what is resident then."""
+    own = new_job(prompt(1, 8), 4)
+    assert overlapping([own], new_job(prompt(1, 8)), 2) is own
+    own.state = JobState.LOADING
+    assert overlapping([own], new_job(prompt(1, 8)), 2) is None
+
+
+def test_nobody_joins_a_job_of_others() -> None:
+    for field, value in (("space", ("salt", None)), ("kv_class", KVClass(5.0))):
+        own = new_job(prompt(1, 8))
+        setattr(own, field, value)
+        assert overlapping([own], new_job(prompt(1, 8)), 2) is None
+    own = new_job(prompt(1, 8))
+    own.revoke()
+    assert overlapping([own], new_job(prompt(1, 8)), 2) is None

@@ -40,8 +40,6 @@ def asked(draw: st.DrawFn) -> tuple[int, int, int, int, int, int, float | None]:
 
 
 class JobsMachine(RuleBasedStateMachine):
-    model_class = SGLangModel
-
     def __init__(self) -> None:
         super().__init__()
         self.patched = mock.patch("impress_sglang.serving.job_queue.WINDOW", 3)
@@ -50,7 +48,7 @@ class JobsMachine(RuleBasedStateMachine):
 
     @initialize(ratio=st.sampled_from([1.0, 0.3]), early=st.booleans(), reports=st.booleans())
     def start(self, ratio: float, early: bool, reports: bool) -> None:
-        self.model = self.model_class(ratio)
+        self.model = SGLangModel(ratio)
         self.model.early, self.model.reports = early, reports
 
     def prompt(self, family: int, shared: int, length: int) -> Path:

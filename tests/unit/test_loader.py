@@ -23,7 +23,7 @@ from impress_sglang.paper.scores import (
 from impress_sglang.storage.layout import KVShape
 from tests.unit import kv_factory as kv
 from tests.unit.reading import LoadedLayer, load_layer
-from tests.unit.test_scores import dense_sums
+from tests.unit.triton.test_scores import dense_sums
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_slots_hold_what_the_coder_restores(
 def test_decoder_restores_what_a_rounding_encoder_returns(basis: Basis) -> None:
     """Bit by bit, also where tokens are restored among others."""
     generator = torch.Generator().manual_seed(3)
-    rotation = random_turns(ROTATED, 20, halves=True)
+    rotation = random_turns(ROTATED, 20)
     restorer = RowRestorer(BasisCodec(basis, rotation.rotation), torch.device("cpu"), kernels=False)
     encoded = decoded = None
     for layer in range(basis.num_layers):

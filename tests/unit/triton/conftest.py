@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -127,23 +127,58 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "probe_scorer", lambda _: scores.column_sums)
 
 
-def compiled(
-    kernel: Any,
-    kinds: Mapping[str, str],
-    constants: Mapping[str, Any],
-    aligned: Collection[str],
-    **options: int,
-) -> Any:
-    """A kernel for compute capability 9.0, which needs no GPU.
+POINTERS = {
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+}
 
-    `kinds` of the arguments that are no constants, some of which are multiples of 16.
+
+def compile_launches(module: Any, launch: Callable[[], object]) -> dict[str, Any]:
+    """The kernels of a module that a function launches, compiled for compute capability 9.0.
+
+    As a GPU would compile them; the interpreter lets things pass that the compiler does not. None
+    is run, and no GPU is needed.
     """
-    signature = {name: kinds.get(name, "constexpr") for name in kernel.arg_names}
-    attributes = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(signature)
-        if name in aligned
-    }
-    own = {name: value for name, value in constants.items() if name in signature}
-    source_code = ASTSource(kernel, signature, own, attributes)
+    launched = dict[str, tuple[Any, Sequence[Any], dict[str, Any]]]()
+
+    class Launches:
+        def __init__(self, name: str, kernel: Any) -> None:
+            self._name, self._kernel = name, kernel
+
+        def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
+            assert all(grid)
+            return self._note
+
+        def _note(self, *arguments: Any, **options: Any) -> None:
+            launched[self._name] = self._kernel, arguments, options
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, own in list(vars(module).items()):
+            if isinstance(own, triton.JITFunction):
+                patch.setattr(module, name, Launches(name, own))
+        launch()
+    return {name: _compiled(*own) for name, own in launched.items()}
+
+
+def _compiled(kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Any:
+    # It tells that kernels are compiled, which stood for others when that was asked.
+    options |= {"WIDEN": False} if "WIDEN" in options else {}
+    signature, constants, attributes = dict[str, str](), dict[str, Any](), dict[tuple[int], Any]()
+    left = iter(arguments)
+    for place, own in enumerate(kernel.params):
+        if own.is_constexpr:
+            signature[own.name], constants[own.name] = "constexpr", options.pop(own.name)
+            continue
+        value = next(left)
+        pointer = isinstance(value, torch.Tensor)
+        number = "i32" if isinstance(value, int) else "fp32"
+        signature[own.name] = POINTERS[value.dtype] if pointer else number
+        free = own.do_not_specialize or (pointer and own.do_not_specialize_on_alignment)
+        if not free and (pointer or (isinstance(value, int) and not value % 16)):
+            attributes[place,] = [["tt.divisibility", 16]]
+    source_code = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source_code, target=GPUTarget("cuda", 90, 32), options=options or None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from impress_sglang.codes.groups import slots as loops
 from impress_sglang.codes.groups.codec import (
     GROUP_TOKENS,
     GroupLayout,
@@ -15,10 +14,10 @@ from impress_sglang.codes.groups.codec import (
     restore,
 )
 from impress_sglang.triton import groups as kernels
-from tests.unit.triton.conftest import compiled
+from tests.unit.triton.conftest import compile_launches
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SHAPES = [(1, 64, 64), (3, 80, 48), (2, 128, 64)]
+SHAPES = [(1, 64, 64), (3, 80, 48), (2, 128, 64), (2, 96, 80)]
 
 
 @pytest.mark.parametrize("rate", [5, 6])
@@ -35,7 +34,10 @@ def test_slots_hold_what_the_codec_restores(
     dtype: torch.dtype,
     rate: int,
 ) -> None:
-    """With gaps between groups, and between rows of the pools."""
+    """With gaps between groups, and between rows of the pools.
+
+    Bit by bit in float32, where no device contracts a product and a sum to one rounding.
+    """
     heads, *dims = shape
     kvs = [torch.randn(150, heads, dim) * 3 + torch.randn(heads, dim) * 10 for dim in dims]
     energy, layout = torch.rand(heads, dims[0]) ** 4, GroupLayout(*shape, rate)
@@ -54,33 +56,17 @@ def test_slots_hold_what_the_codec_restores(
     for pool, right, own, dim in zip(found, expected, coded, dims, strict=True):
         right[slots, :heads, :dim] = restore(own)[slice(*span)].to(dtype)
         # Steps of the dtype at the largest number: the interpreter cuts off, and rounds not.
-        slack = 4 * torch.finfo(dtype).eps * float(right.abs().max())
+        exact = dtype == torch.float32 and device == "cpu"
+        slack = 0.0 if exact else 4 * torch.finfo(dtype).eps * float(right.abs().max())
         assert torch.allclose(pool.cpu().float(), right.float(), rtol=0, atol=slack)
-
-
-@pytest.mark.parametrize("rate", [5, 6])
-@pytest.mark.parametrize("shape", [*SHAPES, (2, 96, 80)], ids=str)
-def test_kernels_and_loops_agree_bit_by_bit(
-    interpreted: None, shape: tuple[int, int, int], rate: int
-) -> None:
-    """Where no device contracts a product and a sum to one rounding."""
-    heads, *dims = shape
-    layout, slots = GroupLayout(*shape, rate), torch.randperm(157)[:113]
-    groups = encode_layer(layout, *(torch.randn(150, heads, dim) for dim in dims))
-    pools = [[torch.zeros(157, heads, dim) for dim in dims] for _ in range(2)]
-    for writer, own in zip((loops.restore, kernels.restore), pools, strict=True):
-        writer(layout, groups, 37, slots, *own)
-    for found, expected in zip(pools[1], pools[0], strict=True):
-        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (80, 48)])
 def test_the_kernel_compiles_for_an_h100(dims: tuple[int, int]) -> None:
-    constants = kernels.constants(GroupLayout(8, *dims, 6), 8, *dims)
-    kernel = kernels._restore_kernel
-    kinds = {"keys": "*bf16", "values": "*bf16", "start": "i32", "count": "i32", "groups": "*u8"}
-    for name in set(kernel.arg_names) - constants.keys() - kinds.keys():
-        kinds[name] = "i32" if name.endswith("stride") else "*i64"
-    aligned = kinds.keys() - {"start", "count", "slots", "groups"}
-    ptx = compiled(kernel, kinds, constants, aligned).asm["ptx"]
-    assert "st.global" in ptx
+    layout = GroupLayout(8, *dims, 6)
+    groups = torch.zeros(2, layout.group_bytes, dtype=torch.uint8)
+    pools = [torch.zeros(9, 8, dim, dtype=torch.bfloat16) for dim in dims]
+    (found,) = compile_launches(
+        kernels, lambda: kernels.restore(layout, groups, 3, torch.arange(9), *pools)
+    ).values()
+    assert "st.global" in found.asm["ptx"]

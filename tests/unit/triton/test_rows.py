@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton
 
 from impress_sglang.transfer.basis_codec import BasisCodec, RowRestorer
-from impress_sglang.triton import power_of_two
 from impress_sglang.triton import rows as kernels
 from tests.unit.basis_factory import (
     LAYERS,
@@ -17,7 +15,7 @@ from tests.unit.basis_factory import (
     random_rows,
     random_turns,
 )
-from tests.unit.triton.conftest import compiled
+from tests.unit.triton.conftest import compile_launches
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Heads, dimensions of keys and of values, rotated dimensions.
@@ -51,7 +49,7 @@ def test_components_are_those_of_the_coder(device: str, layer: int) -> None:
     """And zeros are behind them."""
     basis = random_basis((1, 4), (1, 3), LAYERS)
     count = len(LAYERS[layer])
-    own = random_turns(2, 35, halves=True)
+    own = random_turns(2, 35)
     codec = BasisCodec(basis, own.rotation)
     tables = RowRestorer(codec, torch.device(device), kernels=True)._layers[layer]
     rows = random_rows(basis, layer, 35)
@@ -62,38 +60,16 @@ def test_components_are_those_of_the_coder(device: str, layer: int) -> None:
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(3, 64), (8, 128)])
-@pytest.mark.parametrize("kernel", [kernels._unpack_kernel, kernels._restore_kernel])
-def test_kernels_compile_for_an_h100(
-    kernel: triton.runtime.JITFunction, heads: int, dim: int
-) -> None:
-    constants = {
-        "FEATURES": 2 * heads * dim,
-        "HEADS": heads,
-        "KEY_DIM": dim,
-        "VALUE_DIM": dim,
-        "TURNED": dim // 2,
-        "HALVES": True,
-        "PAIRS": power_of_two(dim // 2),
-        "TOKENS": kernels.TILE_TOKENS,
-        "FACTORS": kernels.TILE_FACTORS,
-        "PREDICTED": True,
-        "WIDEN": False,
-        "COMPONENTS": kernels.UNPACK_COMPONENTS,
-    }
-    kinds = dict.fromkeys(kernel.arg_names, "*fp32") | {
-        **dict.fromkeys(("found", "factors", "below", "restored"), "*bf16"),
-        "rows": "*u8",
-        "places": "*i32",
-        "matrix": "*bf16",
-        "slots": "*i64",
-        "keys": "*bf16",
-        "values": "*bf16",
-        **dict.fromkeys(("row_stride", "count", "components", "width"), "i32"),
-        **{name: "i32" for name in kernel.arg_names if name.endswith("stride")},
-    }
-    kinds = {name: kind for name, kind in kinds.items() if name not in constants}
-    aligned = kinds.keys() - {"rows", "row_stride", "count", "components"}
-    ptx = compiled(kernel, kinds, constants, aligned).asm["ptx"]
-    assert "st.global" in ptx
-    if kernel is kernels._restore_kernel:
-        assert "mma" in ptx
+def test_kernels_compile_for_an_h100(heads: int, dim: int) -> None:
+    """In layers behind the first."""
+    basis, own = random_basis((heads, dim), (heads, dim), [(8,) * 40] * 2), random_turns(dim, 9)
+    restorer = RowRestorer(BasisCodec(basis, own.rotation), torch.device("cpu"), kernels=True)
+    pools = [torch.zeros(9, heads, dim, dtype=torch.bfloat16) for _ in range(2)]
+    below = torch.zeros(9, 2 * heads * dim, dtype=torch.bfloat16)
+    rows, slots = random_rows(basis, 1, 9), torch.arange(9)
+    found = compile_launches(
+        kernels, lambda: restorer.put(1, rows, below, own.turns, slots, *pools)
+    )
+    assert found.keys() == {"_unpack_kernel", "_restore_kernel"}
+    assert all("st.global" in each.asm["ptx"] for each in found.values())
+    assert "mma" in found["_restore_kernel"].asm["ptx"]
