@@ -37,7 +37,7 @@ torch.set_num_threads(1)
 # Modules that take longest begin first, so that two processes end at the same time.
 LONGEST = (
     *("test_ranks", "test_store_stateful", "test_coded_paths", "test_more_bits"),
-    *("test_store_crash", "test_engine_bench", "test_refusals"),
+    *("test_engine_bench", "test_refusals"),
     *("test_real_model", "test_pools", "test_random", "test_jobs", "test_triton_backend"),
     *("test_blend", "test_windows", "test_hybrids", "test_examples"),
     *("test_exact", "test_pages", "test_faults"),

@@ -190,23 +190,6 @@ def test_what_the_machine_refuses_condemns_nothing(
     assert store.stats.segments_cleared == 1
 
 
-def test_what_was_set_aside_does_not_come_back_with_a_power_loss(
-    bench: Workbench, tmp_path: Path
-) -> None:
-    files = FaultyFileSystem(journal=tmp_path / "journal")
-    store = bench.open(files=files)
-    path, chats = shared_prefix(bench, store)
-    damage.flip_data_bit(path)
-    with pytest.raises(SegmentUnreadable):
-        read(store, chats[0])
-    stores.until(store, lambda: store.stats.segments_quarantined == 1)
-    files.power_loss()
-    bench.forget(store)
-
-    assert not path.exists()
-    assert length(bench.open(), chats[0]) == 0
-
-
 def test_at_a_start_what_cannot_be_read_is_left_where_it_is(
     bench: Workbench, faults: Faults
 ) -> None:

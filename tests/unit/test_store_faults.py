@@ -35,7 +35,6 @@ from tests.unit.store_factory import (
     prompt,
     until,
 )
-from tests.unit.waiting import wait_until
 
 
 @pytest.fixture
@@ -328,30 +327,6 @@ def test_a_long_chain_of_segments_can_lose_its_head(
     assert length(store, tokens) == 0
     bench.put(store, tokens)
     assert length(store, tokens) == turns
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_what_was_published_outlives_a_power_loss(
-    bench: Workbench, tmp_path: Path, seed: int
-) -> None:
-    """Only what was synced is left, or with the other seeds also some of the rest."""
-    files = FaultyFileSystem(journal=tmp_path / "journal")
-    store = bench.open(files=files)
-    published = [prompt(number, 24) for number in range(3)]
-    for tokens in published:
-        bench.put(store, tokens)
-    # One that ends in the middle of a write, which nobody waited for.
-    files.faults.add(Rule("kill", "write", "*.tmp", after=seed % 3))
-    bench.offer(store, prompt(9, 24))
-    wait_until(files.faults.hits.total)
-    files.power_loss(everything=not seed, seed=seed)
-    bench._open.remove(store)
-
-    again = bench.open()
-    for tokens in published:
-        check_rows(again, tokens)
-    assert length(again, prompt(9, 24)) == 0
-    assert not [name for name in bench.files() if name.endswith(".tmp")]
 
 
 def test_the_free_space_may_not_be_known(
