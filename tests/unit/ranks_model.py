@@ -98,13 +98,12 @@ class Plan:
 
 
 class RankModel(SGLangModel):
-    agreement_class: type[Agreement] = Agreement
     ranks: Ranks
     size: int
     rng: random.Random
 
     def make_jobs(self, loader: Any, clock: Callable[[], float]) -> JobQueue:
-        self.agreement = self.agreement_class(self.ranks, loader, clock)
+        self.agreement = Agreement(self.ranks, loader, clock)
         self.planned: dict[str, Plan] = {}
         self.saves: list[Save] = []
         self.loaded = 0
@@ -263,9 +262,7 @@ class RankModel(SGLangModel):
 class Lockstep:
     """Ranks that are told the same."""
 
-    def __init__(
-        self, size: int, seed: int, agreement: type[Agreement] = Agreement, batches: int = 1
-    ) -> None:
+    def __init__(self, size: int, seed: int, batches: int) -> None:
         self.rng = random.Random(seed)
         self.reduction = Reduction(size)
         self.models: list[RankModel] = []
@@ -274,7 +271,6 @@ class Lockstep:
             own = {
                 "ranks": Ranks(rank, size, self.reduction.begin, batches=batches),
                 "rng": random.Random(1000 * seed + rank),
-                "agreement_class": agreement,
             }
             self.models.append(type("Rank", (RankModel,), own)(ratio))
 

@@ -122,6 +122,14 @@ class Workbench:
         for store in list(self._open):
             self.close(store)
 
+    def kill(self, store: PrefixStore) -> None:
+        """As if its process were gone: nobody has its lock, and nothing of it goes on."""
+        store.writes.drain()
+        store.worker.submit(int).result()
+        store._disk.peers.close(10)
+        self.forget(store)
+        store._disk.directory.close()
+
     def offer(
         self,
         store: PrefixStore,

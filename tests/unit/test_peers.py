@@ -63,15 +63,6 @@ def until_stored(store: PartStore, tokens: tuple[int, ...], count: int | None = 
     until(store, lambda: length(store, tokens) == wanted)
 
 
-def kill(bench: Workbench, store: PartStore) -> None:
-    """As if its process were gone: nobody has its lock, and nothing of it goes on."""
-    store.writes.drain()
-    store.worker.submit(int).result()
-    store._disk.peers.close(10)
-    bench.forget(store)
-    store._disk.directory.close()
-
-
 def test_what_one_stores_another_finds(bench: Workbench, two: Two) -> None:
     first, second = two
     assert [folder_of(own).name for own in two] == [IDENTITY, f"{IDENTITY}.1"]
@@ -103,14 +94,14 @@ def test_a_folder_without_a_server_is_served_and_taken_over(
     until_stored(second, prompt(1, 13))
     bench.put(second, prompt(1, 40))
     until_stored(first, prompt(1, 40))
-    (kill if killed else Workbench.close)(bench, first)
+    (Workbench.kill if killed else Workbench.close)(bench, first)
     check_rows(second, prompt(1, 40))
     bench.put(second, prompt(3))
     third = bench.open()
     assert folder_of(third) == folder_of(first)
     check_rows(third, prompt(1, 40))
     check_rows(third, prompt(3))
-    (kill if killed else Workbench.close)(bench, second)
+    (Workbench.kill if killed else Workbench.close)(bench, second)
     bench.put(third, prompt(1, 60))
     bench.close(third)
     alone = bench.open()
@@ -226,7 +217,7 @@ def test_damage_of_a_journal_costs_what_is_damaged(bench: Workbench, two: Two, t
     first, second = two
     bench.put(first, prompt(1))
     until_stored(second, prompt(1))
-    kill(bench, first)
+    bench.kill(first)
     path = folder_of(first) / "journal"
     path.write_bytes(path.read_bytes() + tail)
     second._disk.peers.look()
@@ -271,7 +262,7 @@ def test_a_purge_reaches_all(bench: Workbench, two: Two, alive: bool) -> None:
     until_stored(first, prompt(3))
     assert first.pins.pin(first.namespace(""), as_tokens(prompt(1, 13))) is None
     if not alive:
-        kill(bench, first)
+        bench.kill(first)
     purge(second, prompt(1, 8))
     assert length(second, prompt(1, 40)) == 0
     if not alive:
@@ -327,7 +318,7 @@ def test_room_comes_from_folders_without_a_server(
     bench.put_all(first, 1, 2)
     bench.put_all(second, 3, 4)
     until_stored(second, prompt(2))
-    kill(bench, first)
+    bench.kill(first)
     for path, age in zip(sorted(folder_of(first).rglob("*.kv")), (2, 1), strict=True):
         os.utime(path, (1e9 - age, 1e9 - age))
     done = []

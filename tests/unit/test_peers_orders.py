@@ -16,6 +16,7 @@ from impress_sglang.store import places as places_module
 from impress_sglang.store.losses import Cause
 from impress_sglang.store.stored import StoredMatch
 from impress_sglang.store.writing import StoreOutcome
+from tests.unit import test_peers
 from tests.unit.kv_factory import as_tokens
 from tests.unit.store_checks import check_store
 from tests.unit.store_factory import (
@@ -29,15 +30,9 @@ from tests.unit.store_factory import (
     purge,
     until,
 )
-from tests.unit.test_peers import folder_of, kill, until_stored
+from tests.unit.test_peers import Two, folder_of, until_stored
 
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks do not wait for each other."""
-    monkeypatch.setattr(peers_module, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(peers_module, "FOLDERS_SECONDS", 0.02)
-    monkeypatch.setattr(places_module, "_AGAIN_SECONDS", 0.01)
+at_once = test_peers.at_once
 
 
 @pytest.fixture
@@ -46,9 +41,6 @@ def two(bench: Workbench) -> tuple[PartStore, PartStore]:
     first, second = bench.open(), bench.open()
     second._disk.peers.close(10)
     return first, second
-
-
-Two = tuple[PartStore, PartStore]
 
 
 def hear(store: PartStore) -> None:
@@ -82,7 +74,7 @@ def test_what_is_told_after_a_purge_was_purged(bench: Workbench, two: Two) -> No
     """The one who stored it is dead, so that nobody else removes it."""
     first, second = two
     bench.put_all(first, 1, 2)
-    kill(bench, first)
+    bench.kill(first)
     purge(second, prompt(1))
     second.worker.submit(int).result()
     hear(second)
@@ -95,7 +87,7 @@ def test_what_is_told_after_a_purge_was_purged(bench: Workbench, two: Two) -> No
 def test_a_restarted_server_keeps_its_own_order(bench: Workbench, two: Two) -> None:
     first, second = two
     bench.put_all(first, 1, 2)
-    kill(bench, first)
+    bench.kill(first)
     purge(second, prompt(1))
     second.worker.submit(int).result()
     bench.close(second)

@@ -99,12 +99,7 @@ class History:
 
     def kill(self) -> None:
         if len(self.stores) > 1:
-            store = self.stores.pop(self.chance.randrange(len(self.stores)))
-            store.writes.drain()
-            store.worker.submit(int).result()
-            store._disk.peers.close(10)
-            self.bench.forget(store)
-            store._disk.directory.close()
+            self.bench.kill(self.stores.pop(self.chance.randrange(len(self.stores))))
 
     def start(self) -> None:
         if len(self.stores) < 3:
