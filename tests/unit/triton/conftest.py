@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -137,31 +137,49 @@ POINTERS = {
 }
 
 
+class Launch(NamedTuple):
+    """What a kernel was launched with."""
+
+    kernel: Any
+    arguments: Sequence[Any]
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.fn.__name__)
+
+
+class _Noted:
+    """Stands for a kernel, whose launches it notes in place of running it."""
+
+    def __init__(self, kernel: Any, noted: list[Launch]) -> None:
+        self._kernel, self._noted = kernel, noted
+
+    def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
+        assert all(grid)
+        return lambda *own, **options: self._noted.append(Launch(self._kernel, own, options))
+
+
+@contextmanager
+def noting_launches(*modules: Any) -> Iterator[list[Launch]]:
+    """All launches of the kernels of modules, none of which is run: no GPU is needed."""
+    noted: list[Launch] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for module in modules:
+            for name, own in list(vars(module).items()):
+                if isinstance(own, triton.JITFunction):
+                    patch.setattr(module, name, _Noted(own, noted))
+        yield noted
+
+
 def compile_launches(module: Any, launch: Callable[[], object]) -> dict[str, Any]:
     """The kernels of a module that a function launches, compiled for compute capability 9.0.
 
-    As a GPU would compile them; the interpreter lets things pass that the compiler does not. None
-    is run, and no GPU is needed.
+    As a GPU would compile them; the interpreter lets things pass that the compiler does not.
     """
-    launched = dict[str, tuple[Any, Sequence[Any], dict[str, Any]]]()
-
-    class Launches:
-        def __init__(self, name: str, kernel: Any) -> None:
-            self._name, self._kernel = name, kernel
-
-        def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
-            assert all(grid)
-            return self._note
-
-        def _note(self, *arguments: Any, **options: Any) -> None:
-            launched[self._name] = self._kernel, arguments, options
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name, own in list(vars(module).items()):
-            if isinstance(own, triton.JITFunction):
-                patch.setattr(module, name, Launches(name, own))
+    with noting_launches(module) as noted:
         launch()
-    return {name: _compiled(*own) for name, own in launched.items()}
+    return {own.name: _compiled(*own) for own in noted}
 
 
 def _compiled(kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Any:

@@ -1,23 +1,21 @@
 """What is compiled when a server starts is all that its requests launch.
 
-Kernels are interpreted, and each launch is noted as Triton would tell compiled variants apart on a
-GPU: by constants, types, alignment, and by which numbers are 1 or multiples of 16.
+Launches are noted, and told apart as Triton tells compiled variants on a GPU: by constants, types,
+alignment, and by which numbers are 1 or multiples of 16.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.errors import OutOfResources
-from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import create_function_from_signature
 
 from impress_sglang.errors import UnsupportedError
@@ -32,64 +30,35 @@ from impress_sglang.triton import rows as row_kernels
 from tests.unit.basis_factory import codec_for, random_rows
 from tests.unit.coded_factory import CodedCase, CodedPart
 from tests.unit.kv_factory import make_shape
+from tests.unit.triton.conftest import Launch, noting_launches, use_kernels
 
 CPU = torch.device("cpu")
 
-# As they were decorated, before the interpreter takes their place.
-COMPILED = {
-    (value.fn.__module__, name): value
-    for module in (
-        group_kernels,
-        page_kernels,
-        row_kernels,
-    )
-    for name, value in vars(module).items()
-    if isinstance(value, triton.JITFunction)
-}
+KERNELS = (group_kernels, page_kernels, row_kernels)
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 
 # Kernel, options of its launch, and kinds of its arguments.
 Variant = tuple[str, str, str]
 
 
-class Launches:
-    """Variants that were launched since the last look.
-
-    They are carried out only with `everything`, for the interpreter is slow.
-    """
-
-    def __init__(self) -> None:
-        self.everything = False
-        self._seen: set[Variant] = set()
-        self._binders = {
-            name: create_function_from_signature(kernel.signature, kernel.params, BACKEND)
-            for name, kernel in COMPILED.items()
-        }
-
-    def note(self, function: Any, positional: Sequence[Any], options: dict[str, Any]) -> bool:
-        """Note a launch; returns whether it is to be carried out."""
-        name = function.__name__
-        arguments, kinds, launch = self._binders[function.__module__, name](*positional, **options)
-        named = dict(zip(arguments, kinds, strict=True))
-        self._seen.add((name, str(sorted(launch.items())), str(named)))
-        return self.everything
-
-    def take(self) -> set[Variant]:
-        seen, self._seen = self._seen, set()
-        return seen
-
-
 @pytest.fixture
-def launches(kernels: None, monkeypatch: pytest.MonkeyPatch) -> Launches:
-    """What a GPU would do with kernels is done with them."""
-    launches, run = Launches(), InterpretedFunction.run
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
+    """What a GPU would do with kernels is to be done with them."""
+    use_kernels(monkeypatch)
+    with noting_launches(*KERNELS) as noted:
+        yield noted
 
-    def noted(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        if launches.note(self.fn, args, options):
-            run(self, *args, grid=grid, warmup=warmup, **options)
 
-    monkeypatch.setattr(InterpretedFunction, "run", noted)
-    return launches
+def take(launches: list[Launch]) -> set[Variant]:
+    """Variants that were launched since the last look."""
+    seen = set()
+    for own in launches:
+        bind = create_function_from_signature(own.kernel.signature, own.kernel.params, BACKEND)
+        arguments, kinds, launch = bind(*own.arguments, **own.options)
+        named = dict(zip(arguments, kinds, strict=True))
+        seen.add((own.name, str(sorted(launch.items())), str(named)))
+    launches.clear()
+    return seen
 
 
 CODED = make_shape(query_heads=6, key_dim=16, value_dim=32, probe=(), coded=True)
@@ -113,26 +82,26 @@ def make_requests(shape: KVShape, directory: Path, reader: BlockReader) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_requests_launch_nothing_new(
-    dtype: torch.dtype, launches: Launches, tmp_path: Path, reader: BlockReader
+    dtype: torch.dtype, launches: list[Launch], tmp_path: Path, reader: BlockReader
 ) -> None:
     """And everything that was compiled is launched by some request."""
     shape = dataclasses.replace(CODED, dtype=dtype)
     launch_all(shape, CPU, plain_codec(shape))
-    warm = launches.take()
+    warm = take(launches)
 
     make_requests(shape, tmp_path, reader)
 
-    seen = launches.take()
+    seen = take(launches)
     assert sorted(seen - warm) == []
     assert sorted(warm - seen) == []
 
 
-def test_restoring_by_a_basis_launches_nothing_new(launches: Launches) -> None:
+def test_restoring_by_a_basis_launches_nothing_new(launches: list[Launch]) -> None:
     """Whatever the number of tokens; the first layer is restored otherwise than others."""
     codec = codec_for(dataclasses.replace(CODED, num_layers=3))
     shape = shape_by(codec.basis, dataclasses.replace(CODED, num_layers=3, dtype=torch.bfloat16))
     launch_all(shape, CPU, codec)
-    warm = launches.take()
+    warm = take(launches)
 
     restorer, heads = RowRestorer(codec, CPU, kernels=True), shape.num_kv_heads
     for tokens in (1, 30, 700):
@@ -146,7 +115,7 @@ def test_restoring_by_a_basis_launches_nothing_new(launches: Launches) -> None:
             rows = random_rows(codec.basis, layer, tokens)
             below = restorer.put(layer, rows, below, turns, places, *pools)
 
-    seen = launches.take()
+    seen = take(launches)
     assert {variant[0] for variant in seen} == {"_unpack_kernel", "_restore_kernel"}
     assert len(seen) == 3 and sorted(seen - warm) == []
 
@@ -159,19 +128,15 @@ def test_restoring_by_a_basis_launches_nothing_new(launches: Launches) -> None:
     ],
 )
 def test_a_shape_that_does_not_fit_is_refused(
-    kernel: str, instead: str, launches: Launches, monkeypatch: pytest.MonkeyPatch
+    kernel: str, instead: str, launches: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    note = launches.note
-
-    def compiled(function: Any, positional: Sequence[Any], options: dict[str, Any]) -> bool:
-        carried_out = note(function, positional, options)
-        if any(name == kernel for name, *_ in launches.take()):
+    class Large:
+        def __getitem__(self, _: Any) -> Any:
             raise OutOfResources(147456, 101376, "shared memory")
-        return carried_out
 
-    monkeypatch.setattr(launches, "note", compiled)
-
-    with pytest.raises(UnsupportedError) as refusal:
+    (owner,) = (own for own in (group_kernels, page_kernels) if hasattr(own, kernel))
+    with monkeypatch.context() as patch, pytest.raises(UnsupportedError) as refusal:
+        patch.setattr(owner, kernel, Large())
         launch_all(CODED, CPU, plain_codec(CODED))
 
     text = str(refusal.value)
