@@ -177,14 +177,15 @@ class Case:
 
     def check_more(
         self, layer: int, kinds: Collection[str] = KINDS, tokens: Tensor | None = None
-    ) -> None:
-        """Read in the request that is under way."""
+    ) -> dict[str, Tensor]:
+        """Read in the request that is under way; what it gave."""
         found = self.read(layer, kinds, tokens)
         assert set(found) == self._there(kinds)
         for kind, rows in found.items():
             self.check_rows(rows, layer, kind, tokens)
         if self.cache is not None:
             self.cache.placement.check_integrity()
+        return found
 
     def check_rows(self, rows: Tensor, layer: int, kind: str, tokens: Tensor | None = None) -> None:
         expected = self.expected(layer, kind, tokens)

@@ -16,9 +16,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from impress_sglang.cost import ReadCost
 from impress_sglang.errors import SegmentUnreadable
@@ -29,29 +28,9 @@ from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer.buffers import BufferPool
 from tests.unit import kv_factory as kv
 from tests.unit import source_factory as sources
-from tests.unit.kv_factory import flip_byte, head_groups_of
+from tests.unit.kv_factory import head_groups_of
 from tests.unit.reading import read_rows
 from tests.unit.step_engine import reading
-
-
-@given(data=st.data())
-def test_rows_stay_valid_while_the_layer_is_read(
-    tmp_path_factory: pytest.TempPathFactory, reader: BlockReader, data: st.DataObject
-) -> None:
-    """Probing reads keys first; the rest of the layer follows while they are in use."""
-    case = sources.draw_case(data, tmp_path_factory.mktemp("any"), reader)
-    for _ in range(2):
-        case.request()
-        probe = case.source.read_probe(0) if case.shape.probe_kv_heads else None
-        keys = read_rows(case.source, 0, None, values=False).keys
-        assert keys is not None
-        case.source.read_ahead()
-        case.check_more(0, ["values"])
-
-        if probe is not None:
-            case.check_rows(probe, 0, "probe")
-        case.check_rows(keys, 0, "keys")
-    case.close()
 
 
 @given(data=st.data())
@@ -203,54 +182,3 @@ def test_a_short_or_missing_file_is_unreadable(
     with pytest.raises(SegmentUnreadable) as caught:
         open_and_read_everything(path, shape, any_reader, direct)
     assert caught.value.segment_id == "c0ffee"
-
-
-def draw_tokens(data: st.DataObject, case: sources.Case) -> Tensor | None:
-    """None, or a random number of tokens, others in each head group."""
-    if data.draw(st.integers(0, 3)) == 0:
-        return None
-    count = data.draw(st.integers(1, min(case.num_tokens, 12)))
-    return sources.random_tokens(case, count, data.draw(st.integers(0, 1 << 20)))
-
-
-@settings(max_examples=60)
-@given(data=st.data())
-def test_rows_are_the_stored_bits_whatever_moves_between_tiers(
-    tmp_path_factory: pytest.TempPathFactory, reader: BlockReader, data: st.DataObject
-) -> None:
-    """Interleaved reads, requests, damage that comes and goes, and ids given to other chunks."""
-    case = sources.draw_case(data, tmp_path_factory.mktemp("any"), reader)
-    shape, parts, cache = case.shape, case.parts, case.cache
-    assert cache is not None
-    sources.poison(case)
-    damaged: tuple[Path, int] | None = None
-    for _ in range(data.draw(st.integers(1, 20))):
-        step = data.draw(st.sampled_from(["read"] * 5 + ["damage", "reopen"]))
-        if step == "reopen":
-            case.reopen()
-        elif step == "damage" and damaged is None:
-            number = data.draw(st.integers(0, len(parts) - 1))
-            layout = case.spans[number][0].layout
-            place = data.draw(st.integers(layout.header_bytes, layout.file_bytes - 1))
-            damaged = (case.paths[number], place)
-            flip_byte(*damaged)
-        elif step == "damage" and damaged is not None:
-            flip_byte(*damaged)
-            damaged = None
-        else:
-            case.request()
-            first = data.draw(st.integers(0, shape.num_layers - 1))
-            for layer in range(first, shape.num_layers):
-                kinds = data.draw(st.sets(st.sampled_from(sources.KINDS), min_size=1))
-                tokens = draw_tokens(data, case)
-                try:
-                    case.check_more(layer, kinds, tokens)
-                except SegmentUnreadable as error:
-                    assert damaged is not None
-                    assert error.segment_id == damaged[0].stem
-                    break
-        cache.placement.check_integrity()
-    if damaged is not None:
-        flip_byte(*damaged)
-    sources.check_everything(case)
-    case.close()

@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from impress_sglang.cost import ReadCost
+from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.paper.source import PartSource
 from impress_sglang.storage import reader as reader_module
 from impress_sglang.transfer.ahead import ReadAhead
 from impress_sglang.transfer.buffers import BufferPool, PooledMemory, Tenant
+from tests.unit.kv_factory import flip_byte
 from tests.unit.reading import wait_for_reads
 from tests.unit.source_factory import (
     BLOCK,
@@ -25,8 +27,10 @@ from tests.unit.source_factory import (
     SHAPES,
     Case,
     Part,
+    check_everything,
     draw_case,
     open_case,
+    poison,
     random_tokens,
 )
 from tests.unit.step_engine import counting, reading, stepping
@@ -180,39 +184,91 @@ def draw_reads(data: st.DataObject, case: Case) -> Iterator[tuple[list[str], tor
         yield list(KVS), None if mode == "whole" else tokens
 
 
-def run_requests(data: st.DataObject, case: Case) -> list[PartSource]:
+class Requests:
     """Requests that take turns, read ahead at any time, and skip layers; rows are checked."""
-    done, live = [], []
-    for _ in range(data.draw(st.integers(2, 14))):
-        steps = ["open", "ahead", "ahead", "read", "read", "close"]
-        step = data.draw(st.sampled_from(steps))
-        if step == "open" or not live:
-            assert case.cache is not None
-            case.cache.placement.advance()
-            live.append(case.make_source(whole=data.draw(st.booleans())))
-            continue
-        source = data.draw(st.sampled_from(live))
-        if step == "ahead":
-            if source.next_ahead < source.num_layers:
-                source.read_ahead()
-        elif step == "close" or source.layer + 1 == source.num_layers:
+
+    def __init__(self, data: st.DataObject, case: Case) -> None:
+        self.data, self.case = data, case
+        self.live: list[PartSource] = []
+        self.done: list[PartSource] = []
+        # A wrong byte, and by source the files that had one in its time.
+        self.wrong: tuple[Path, int] | None = None
+        self.suspects = dict[PartSource, set[str]]()
+
+    def run(self, *others: str) -> None:
+        steps = ["open", "ahead", "ahead", "read", "read", "read", "close", *others]
+        for _ in range(self.data.draw(st.integers(2, 20))):
+            step = self.data.draw(st.sampled_from(steps))
+            if step in others:
+                getattr(self, step)()
+            elif step == "open" or not self.live:
+                self.open()
+            else:
+                source = self.data.draw(st.sampled_from(self.live))
+                if step == "ahead" and source.next_ahead < source.num_layers:
+                    source.read_ahead()
+                elif step == "close" or source.layer + 1 == source.num_layers:
+                    self.close(source)
+                elif step == "read":
+                    self.read(source)
+            assert self.case.cache is not None
+            self.case.cache.placement.check_integrity()
+        self.close(*self.live)
+        if self.wrong is not None:
+            flip_byte(*self.wrong)
+        self.case.source = self.case.make_source()
+
+    def open(self) -> None:
+        assert self.case.cache is not None
+        self.case.cache.placement.advance()
+        self.live.append(source := self.case.make_source(whole=self.data.draw(st.booleans())))
+        self.suspects[source] = set() if self.wrong is None else {self.wrong[0].stem}
+
+    def close(self, *sources: PartSource) -> None:
+        for source in sources:
             source.close()
-            live.remove(source)
-            done.append(source)
+            self.live.remove(source)
+            self.done.append(source)
+
+    def read(self, source: PartSource) -> None:
+        """Rows stay valid while the rest of their layer is read, and others ahead."""
+        data, self.case.source, given = self.data, source, []
+        layer = data.draw(st.integers(source.layer + 1, source.num_layers - 1))
+        try:
+            for kinds, tokens in draw_reads(data, self.case):
+                given.append((self.case.check_more(layer, kinds, tokens), tokens))
+                if source.next_ahead < source.num_layers and data.draw(st.booleans()):
+                    source.read_ahead()
+        except SegmentUnreadable as error:
+            assert error.segment_id in self.suspects[source]
+            self.close(source)
+        for found, tokens in given:
+            for kind, rows in found.items():
+                self.case.check_rows(rows, layer, kind, tokens)
+
+    def damage(self) -> None:
+        """It comes and goes."""
+        if (wrong := self.wrong) is None:
+            number = self.data.draw(st.integers(0, len(self.case.parts) - 1))
+            layout = self.case.spans[number][0].layout
+            place = self.data.draw(st.integers(layout.header_bytes, layout.file_bytes - 1))
+            wrong = self.wrong = self.case.paths[number], place
+            for own in self.live:
+                self.suspects[own].add(wrong[0].stem)
         else:
-            layer = data.draw(st.integers(source.layer + 1, source.num_layers - 1))
-            case.source = source
-            for kinds, tokens in draw_reads(data, case):
-                case.check_more(layer, kinds, tokens)
-    for source in live:
-        source.close()
-    case.source = case.make_source()
-    return done + live
+            self.wrong = None
+        flip_byte(*wrong)
+
+    def reopen(self) -> None:
+        """Ids are given to other chunks."""
+        self.close(*self.live)
+        self.case.source = self.case.make_source()
+        self.case.reopen()
 
 
-@settings(max_examples=60)
-@given(data=st.data(), engine=st.sampled_from(["auto", "threads", "counting"]))
-def test_rows_are_the_stored_bits_whatever_was_read_ahead(
+@settings(max_examples=120)
+@given(data=st.data(), engine=st.sampled_from(["auto", "auto", "threads", "counting"]))
+def test_rows_are_the_stored_bits_whatever_happens_meanwhile(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, engine: str
 ) -> None:
     """Chunks move between the caches after they were read ahead, and before they are asked for."""
@@ -221,7 +277,9 @@ def test_rows_are_the_stored_bits_whatever_was_read_ahead(
         return
     with reading(data.draw(st.integers(1, 6)), engine) as r:
         case = draw_case(data, tmp_path_factory.mktemp("any"), r)
-        run_requests(data, case)
+        poison(case)
+        Requests(data, case).run("damage", "reopen")
+        check_everything(case)
         case.close()
 
 
@@ -232,7 +290,8 @@ def check_every_byte_is_counted_once(folder: Path, data: st.DataObject) -> None:
         patch.setattr(ReadCost, "gap_bytes", 0)
         with counting() as (reader, engine):
             case = draw_case(data, folder, reader)
-            sources = run_requests(data, case)
+            (requests := Requests(data, case)).run()
+            sources = requests.done
 
             assert sum(own.stats.ssd_bytes for own in sources) == engine.started_bytes
             for own in sources:
