@@ -160,19 +160,6 @@ class PrefixModel:
             if len(self.held_part(known.namespace, known.above)) < len(known.above)
         ]
 
-    def rename(self, old: str, new: str) -> None:
-        known = self.segments.pop(old)
-        known.name = new
-        self.segments[new] = known
-
-    def node_starts(self, name: str) -> list[int]:
-        """Positions of a segment, from its start, where others were hung into its middle."""
-        known = self.segments[name]
-        first = len(known.above)
-        places = set(known.places())
-        lengths = {len(places & set(k.places())) for k in self.below(known)}
-        return [0, *sorted(n - first for n in lengths if first < n < len(known.path))]
-
     def below(self, known: Known) -> list[Known]:
         first = len(known.above) + 1
         return [

@@ -14,6 +14,8 @@ from hypothesis.stateful import invariant, precondition, rule
 from impress_sglang.errors import StoreUnavailable
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.store.health import Verdict
+from impress_sglang.store.prefix_hashes import prefix_digest
+from impress_sglang.store.purges import is_in
 from impress_sglang.store.stored import SegmentState
 from impress_sglang.store.writing import StoreOutcome
 from tests.faults import Rule
@@ -291,8 +293,35 @@ class StoreMachine(StoreHistory):
             assert self.learn_names() == set(self.model.segments)
             for name, known in self.model.segments.items():
                 assert self.stored[name].state is known.state
+                info, above = self.stored[name].info, kv.as_tokens([own for own, _ in known.above])
+                assert info.prefix_len == len(above)
+                assert info.prefix_digest == prefix_digest(info.namespace, above)
             lost = [s for s in self.store.tree.segments() if s.state is SegmentState.LOST]
             assert sum(s.info.num_tokens for s in lost) == self.model.num_holes
+
+    @invariant()
+    def what_is_below_a_prefix_is_found(self) -> None:
+        """In all qualities, behind holes as well, and what stands behind others before them."""
+        if not hasattr(self, "store"):
+            return
+        paths = {
+            name: (own.namespace, tuple(token for token, _ in own.path))
+            for name, own in self.model.segments.items()
+        }
+        tree = self.store.tree
+        for namespace, prefix in paths.values():
+            place = self.store.namespace(namespace), kv.as_tokens(prefix)
+            found = list(tree.below(*place))
+            live = [own for own in found if own.state is not SegmentState.LOST]
+            assert {self.names[own.segment_id] for own in live} == {
+                name
+                for name, (other, tokens) in paths.items()
+                if other == namespace and tokens[: len(prefix)] == prefix
+            }
+            assert {own for own in tree.segments() if is_in(own, tree, *place)} == set(found)
+            for number, own in enumerate(found):
+                if (above := own.parent) in found[:number]:
+                    assert own.info.prefix_len < above.info.prefix_len + above.info.num_tokens
 
 
 class TightStoreMachine(StoreMachine):
