@@ -1,0 +1,203 @@
+"""Kernels restore codes as codecs say, and copy pages from anywhere in memory to anywhere."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from impress_sglang.codes.groups.codec import (
+    GROUP_TOKENS,
+    GroupLayout,
+    code_keys,
+    code_values,
+    encode_layer,
+    restore,
+)
+from impress_sglang.tiers.copying import PageCopier
+from impress_sglang.transfer.basis_codec import BasisCodec, RowRestorer
+from impress_sglang.triton import groups as group_kernels
+from impress_sglang.triton import rows as row_kernels
+from tests.unit.basis_factory import (
+    LAYERS,
+    check_restored,
+    components_of,
+    random_basis,
+    random_rows,
+    random_turns,
+)
+from tests.unit.triton.conftest import compile_launches
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+GROUP_SHAPES = [(1, 64, 64), (3, 80, 48), (2, 128, 64), (2, 96, 80)]
+
+
+@pytest.mark.parametrize("rate", [5, 6])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        *((dtype, GROUP_SHAPES[0]) for dtype in DTYPES),
+        *((torch.float32, own) for own in GROUP_SHAPES[1:]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("span", [(0, 150), (70, 75), (100, 129), (10, 10)], ids=str)
+def test_slots_hold_what_groups_say(
+    device: str,
+    span: tuple[int, int],
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    rate: int,
+) -> None:
+    """With gaps between groups, and between rows of the pools.
+
+    Bit by bit in float32, where no device contracts a product and a sum to one rounding.
+    """
+    heads, *dims = shape
+    kvs = [torch.randn(150, heads, dim) * 3 + torch.randn(heads, dim) * 10 for dim in dims]
+    energy, layout = torch.rand(heads, dims[0]) ** 4, GroupLayout(*shape, rate)
+    groups = encode_layer(layout, *kvs, energy)
+    groups = torch.nn.functional.pad(groups, (4, 2)).to(device)[:, 4:-2]
+    memory = torch.zeros(157, heads + 1, max(dims) + 16, dtype=dtype)
+    found, expected = ([memory.clone() for _ in range(2)] for _ in range(2))
+    found = [own.to(device) for own in found]
+    slots = torch.randperm(157)[slice(*span)]
+    first = span[0] // GROUP_TOKENS
+
+    pools = [own[:, :heads, :dim] for own, dim in zip(found, dims, strict=True)]
+    group_kernels.restore(layout, groups[first:], span[0] % GROUP_TOKENS, slots.to(device), *pools)
+
+    coded = code_keys(kvs[0], rate, energy), code_values(kvs[1], rate)
+    for pool, right, own, dim in zip(found, expected, coded, dims, strict=True):
+        right[slots, :heads, :dim] = restore(own)[slice(*span)].to(dtype)
+        # Steps of the dtype at the largest number: the interpreter cuts off, and rounds not.
+        exact = dtype == torch.float32 and device == "cpu"
+        slack = 0.0 if exact else 4 * torch.finfo(dtype).eps * float(right.abs().max())
+        assert torch.allclose(pool.cpu().float(), right.float(), rtol=0, atol=slack)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (80, 48)])
+def test_the_kernel_of_groups_compiles_for_an_h100(dims: tuple[int, int]) -> None:
+    layout = GroupLayout(8, *dims, 6)
+    groups = torch.zeros(2, layout.group_bytes, dtype=torch.uint8)
+    pools = [torch.zeros(9, 8, dim, dtype=torch.bfloat16) for dim in dims]
+    (found,) = compile_launches(
+        group_kernels, lambda: group_kernels.restore(layout, groups, 3, torch.arange(9), *pools)
+    ).values()
+    assert "st.global" in found.asm["ptx"]
+
+
+# Heads, dimensions of keys and of values, rotated dimensions.
+ROW_SHAPES = [(2, 10, 7, 6), (1, 32, 16, 32), (3, 9, 12, 8)]
+
+
+@pytest.mark.parametrize("halves", [True, False])
+@pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        *((dtype, ROW_SHAPES[0]) for dtype in DTYPES),
+        *((torch.float32, own) for own in ROW_SHAPES[1:]),
+    ],
+    ids=str,
+)
+def test_slots_hold_what_rows_say(
+    device: str,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int, int],
+    tokens: int,
+    halves: bool,
+) -> None:
+    heads, key_dim, value_dim, rotated = shape
+    basis, own = (
+        random_basis((heads, key_dim), (heads, value_dim)),
+        random_turns(rotated, tokens, halves=halves),
+    )
+    check_restored(basis, own, tokens, dtype, gap=1, kernels=True, device=device)
+
+
+@pytest.mark.parametrize("layer", range(len(LAYERS)))
+def test_components_are_those_of_the_coder(device: str, layer: int) -> None:
+    """And zeros are behind them."""
+    basis = random_basis((1, 4), (1, 3), LAYERS)
+    count = len(LAYERS[layer])
+    own = random_turns(2, 35)
+    codec = BasisCodec(basis, own.rotation)
+    tables = RowRestorer(codec, torch.device(device), kernels=True)._layers[layer]
+    rows = random_rows(basis, layer, 35)
+    found = row_kernels.unpack(rows.to(device), tables)
+    assert not found.shape[1] % row_kernels.ALIGNED and not found[:, count:].any()
+    wanted = components_of(basis, layer, rows).bfloat16()
+    torch.testing.assert_close(found[:, :count].cpu(), wanted, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(3, 64), (8, 128)])
+def test_kernels_of_rows_compile_for_an_h100(heads: int, dim: int) -> None:
+    """In layers behind the first."""
+    basis, own = random_basis((heads, dim), (heads, dim), [(8,) * 40] * 2), random_turns(dim, 9)
+    restorer = RowRestorer(BasisCodec(basis, own.rotation), torch.device("cpu"), kernels=True)
+    pools = [torch.zeros(9, heads, dim, dtype=torch.bfloat16) for _ in range(2)]
+    below = torch.zeros(9, 2 * heads * dim, dtype=torch.bfloat16)
+    rows, slots = random_rows(basis, 1, 9), torch.arange(9)
+    found = compile_launches(
+        row_kernels, lambda: restorer.put(1, rows, below, own.turns, slots, *pools)
+    )
+    assert found.keys() == {"_unpack_kernel", "_restore_kernel"}
+    assert all("st.global" in each.asm["ptx"] for each in found.values())
+    assert "mma" in found["_restore_kernel"].asm["ptx"]
+
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Any bits, so NaNs of all kinds, too."""
+    raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8)
+    return raw.view(dtype)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.cpu().contiguous().view(INTEGERS[tensor.dtype.itemsize])
+
+
+def assert_same_bits(found: Tensor, wanted: Tensor) -> None:
+    assert torch.equal(bits(found), bits(wanted))
+
+
+def pinned(tensor: Tensor, device: str) -> Tensor:
+    return tensor.pin_memory() if device == "cuda" else tensor
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
+@pytest.mark.parametrize(
+    ("unit", "vectors", "dtype"),
+    [
+        (8, 4, torch.float32),
+        (128, 64, torch.bfloat16),
+        (5, 7, torch.float16),
+        (1024, 1, torch.int32),
+        (3, 1, torch.int8),
+        (1000, 3, torch.float32),
+    ],
+)
+def test_pages(device: str, unit: int, vectors: int, dtype: torch.dtype, by_kernel: bool) -> None:
+    """Pages of memory of the host and of the device go to memory of both, in one launch."""
+    if not by_kernel:
+        device = "cpu"
+    chosen = np.random.permutation(12)
+    sources, found = (random_bits((2, 12, unit * vectors), dtype) for _ in range(2))
+    expected = found.clone()
+    for numbers, place in ((chosen[:5], 0), (chosen[5:9], 1)):
+        expected[place, numbers[::-1].copy()] = sources[1 - place, torch.from_numpy(numbers)]
+    sources, found = ([own[0].to(device), pinned(own[1], device)] for own in (sources, found))
+    step = unit * vectors * dtype.itemsize
+    from_host, from_device = (own.data_ptr() + chosen * step for own in reversed(sources))
+    to_device, to_host = (own.data_ptr() + chosen * step for own in found)
+    copier = PageCopier(step, torch.device(device), kernels=by_kernel)
+    copier.copy(
+        np.concatenate([from_host[:5], from_device[5:9]]),
+        np.concatenate([to_device[4::-1], to_host[8:4:-1]]),
+    )
+    for own, wanted in zip(found, expected, strict=True):
+        assert_same_bits(own, wanted)
