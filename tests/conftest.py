@@ -56,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where they run")
     group.addoption("--attention-backend", help="default: torch_native on a CPU, triton with CUDA")
     group = parser.getgroup("ranks", "the histories of tests/unit/test_ranks.py")
-    group.addoption("--rank-steps", type=int, default=3000, help="how many steps they have")
+    group.addoption("--rank-steps", type=int, default=6000, help="how many steps they have")
     group.addoption(
         "--rank-requests", type=int, default=24, help="for each skew and draft, of servers"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -301,6 +302,53 @@ def _begun(jobs: JobQueue) -> collections.deque[LoadJob]:
     loader: Any = jobs._loader
     begun: collections.deque[LoadJob] = loader.begun
     return begun
+
+
+class State(enum.Enum):
+    QUEUED = "queued"
+    CHUNKED = "chunked"
+    """A part of its prompt is computed."""
+    RUNNING = "running"
+    BROKEN = "broken"
+    """Its pass was in vain, and it will be put back."""
+    ENDED = "ended"
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """`most`: how many tokens it may generate; it ends after `stops`.
+
+    `slots` are its own: of tokens behind the path that it has locked.
+    """
+
+    rid: str
+    prompt: Path
+    most: int
+    stops: int
+    waiter: Waiter
+    state: State = State.QUEUED
+    output: Path = ()
+    lock: Hold | None = None
+    slots: list[int] = dataclasses.field(default_factory=list)
+    planned: bool = False
+    loaded_stop: int = 0
+    not_before: int = 0
+
+    @property
+    def tokens(self) -> Path:
+        return self.prompt + self.output
+
+    @property
+    def left(self) -> int:
+        return self.most - len(self.output)
+
+    @property
+    def computed(self) -> int:
+        return (0 if self.lock is None else len(self.lock.path)) + len(self.slots)
+
+    @property
+    def admitted(self) -> bool:
+        return self.state in (State.CHUNKED, State.RUNNING, State.BROKEN)
 
 
 LEAST = 2

@@ -16,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from impress_sglang.serving.job_queue import JobQueue, overlapping
-from impress_sglang.serving.load_jobs import JobState, LoadJob
+from impress_sglang.serving.load_jobs import LoadJob
 from impress_sglang.serving.ranks import Agreement, Ranks, Wish
-from tests.unit.job_world import Hold, Path, new_job
-from tests.unit.sglang_model import LEAST, MOST_TRIES, Request, SGLangModel
+from tests.unit.job_world import Hold, Path, Request, new_job
+from tests.unit.sglang_model import LEAST, MOST_TRIES, SGLangModel
 
 _R = TypeVar("_R")
 _T = TypeVar("_T")
@@ -98,15 +98,16 @@ class Plan:
 
 
 class RankModel(SGLangModel):
-    ranks: Ranks
-    size: int
-    rng: random.Random
+    votes = True
+
+    def __init__(self, ratio: float, rng: random.Random, ranks: Ranks) -> None:
+        self.ranks = ranks
+        super().__init__(ratio, rng)
 
     def make_jobs(self, loader: Any, clock: Callable[[], float]) -> JobQueue:
         self.agreement = Agreement(self.ranks, loader, clock)
         self.planned: dict[str, Plan] = {}
         self.saves: list[Save] = []
-        self.loaded = 0
         return super().make_jobs(self.agreement, self.agreement.now)
 
     # What the tree cache does, as `plugin.prefix_loads` and `plugin.write_back` do.
@@ -121,16 +122,8 @@ class RankModel(SGLangModel):
         self.planned[own.rid] = Plan(own.rid, Wish(stop, loads, patience) if stop else Wish())
 
     def drop_all(self) -> None:
-        """Before other weights; each waits for its own loader."""
-        for own in self.requests.values():
-            own.planned = False
         self.planned.clear()
-        self.jobs.drop_all()
-        self.jobs.wait_for_loader(0.02)
-
-    def _note_end(self, job: LoadJob) -> None:
-        self.loaded += job.state is JobState.LOADED
-        super()._note_end(job)
+        super().drop_all()
 
     def _agree(self) -> None:
         if not (self.agreement.is_open or self.planned or self.jobs.active or self.saves):
@@ -215,18 +208,6 @@ class RankModel(SGLangModel):
     def other_holds(self) -> list[Hold]:
         return [save.hold for save in self.saves]
 
-    def local(self) -> None:
-        """What happens on this rank alone, between two steps of the scheduler."""
-        self.clock.now += self.rng.choice([0.0, 0.0, 0.1, 2.0])
-        self.loader.stalls = self.rng.random() < 0.2
-        self.loader.run(self.rng.randrange(4))
-        if self.stored and self.rng.random() < 0.05:
-            self.loader.corrupt.add(self.rng.choice(sorted(self.stored)))
-        if self.stored and self.rng.random() < 0.05:
-            self.stored.discard(self.rng.choice(sorted(self.stored)))
-        if self.rng.random() < 0.02:
-            self.loader.corrupt.clear()
-
     def digest(self) -> Any:
         """All that what SGLang does next depends on."""
 
@@ -260,24 +241,25 @@ class RankModel(SGLangModel):
 
 
 class Lockstep:
-    """Ranks that are told the same."""
+    """Ranks that are told the same, or a model alone."""
 
     def __init__(self, size: int, seed: int, batches: int) -> None:
         self.rng = random.Random(seed)
         self.reduction = Reduction(size)
-        self.models: list[RankModel] = []
-        ratio = self.rng.choice([1.0, 0.3])
-        for rank in range(size):
-            own = {
-                "ranks": Ranks(rank, size, self.reduction.begin, batches=batches),
-                "rng": random.Random(1000 * seed + rank),
-            }
-            self.models.append(type("Rank", (RankModel,), own)(ratio))
+        ratio, begin = self.rng.choice([1.0, 0.3]), self.reduction.begin
+        chances = [random.Random(1000 * seed + rank) for rank in range(size)]
+        self.models: list[SGLangModel] = [
+            RankModel(ratio, own, Ranks(rank, size, begin, batches=batches))
+            for rank, own in enumerate(chances)
+        ]
+        if size == 1:
+            self.models = [model := SGLangModel(ratio, chances[0])]
+            model.early, model.reports = (self.rng.random() < 0.7 for _ in range(2))
 
     def close(self) -> None:
         self.reduction.close()
 
-    def all(self, act: Callable[[RankModel], object]) -> None:
+    def all(self, act: Callable[[Any], object]) -> None:
         """Let all ranks do the same at the same time, and compare what came of it."""
         before = self.reduction.count
         self.reduction.all(self.models, act)
@@ -285,6 +267,8 @@ class Lockstep:
         self.check()
 
     def check(self) -> None:
+        if len(self.models) == 1:
+            return
         first, *others = [model.digest() for model in self.models]
         for other in others:
             if other != first:

@@ -6,15 +6,25 @@ What it admits, allocates, evicts, retracts and puts back follows SGLang 0.5.23 
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
 from impress_sglang.serving.job_queue import JobQueue, Waiter, overlapping
 from impress_sglang.serving.load_jobs import JobState, LoadJob
-from tests.unit.job_world import LAYERS, Hold, Path, Pool, StepLoader, Tree, check_queue, new_job
+from tests.unit.job_world import (
+    LAYERS,
+    Hold,
+    Path,
+    Pool,
+    Request,
+    State,
+    StepLoader,
+    Tree,
+    check_queue,
+    new_job,
+)
 from tests.unit.waiting import Clock
 
 NUM_SLOTS = 24
@@ -23,55 +33,6 @@ LEAST = 2
 MOST_RUNNING = 3
 MOST_TRIES = 3
 STEP_SECONDS = 0.25
-# Nothing that is left ends later than this after the last request, in steps for each.
-LONGEST = 40
-
-
-class State(enum.Enum):
-    QUEUED = "queued"
-    CHUNKED = "chunked"
-    """A part of its prompt is computed."""
-    RUNNING = "running"
-    BROKEN = "broken"
-    """Its pass was in vain, and it will be put back."""
-    ENDED = "ended"
-
-
-@dataclasses.dataclass(eq=False)
-class Request:
-    """`most`: how many tokens it may generate; it ends after `stops`.
-
-    `slots` are its own: of tokens behind the path that it has locked.
-    """
-
-    rid: str
-    prompt: Path
-    most: int
-    stops: int
-    waiter: Waiter
-    state: State = State.QUEUED
-    output: Path = ()
-    lock: Hold | None = None
-    slots: list[int] = dataclasses.field(default_factory=list)
-    planned: bool = False
-    loaded_stop: int = 0
-    not_before: int = 0
-
-    @property
-    def tokens(self) -> Path:
-        return self.prompt + self.output
-
-    @property
-    def left(self) -> int:
-        return self.most - len(self.output)
-
-    @property
-    def computed(self) -> int:
-        return (0 if self.lock is None else len(self.lock.path)) + len(self.slots)
-
-    @property
-    def admitted(self) -> bool:
-        return self.state in (State.CHUNKED, State.RUNNING, State.BROKEN)
 
 
 class ModelPool(Pool):
@@ -101,8 +62,11 @@ class ModelPool(Pool):
 class SGLangModel:
     """One scheduler; `ratio`: which share of their answers it reserves for running requests."""
 
-    def __init__(self, ratio: float = 1.0) -> None:
-        self.ratio = ratio
+    votes = False
+    """Whether jobs end when ranks have voted so."""
+
+    def __init__(self, ratio: float, rng: random.Random) -> None:
+        self.ratio, self.rng = ratio, rng
         self.clock = Clock()
         self.tree = Tree(NUM_SLOTS)
         self.loader = StepLoader(self.tree, self._tick)
@@ -117,9 +81,9 @@ class SGLangModel:
         """Whether the store learns what cannot be read."""
         self.early = False
         """Whether requests may be admitted before their jobs are done."""
+        self.num_early = self.num_loaded = 0
         self.full = False
-        self.polls = 0
-        self.count = 0
+        self.polls = self.count = 0
         self.pool = ModelPool(self)
         self.jobs = self.make_jobs(self.loader, self.clock)
 
@@ -193,24 +157,17 @@ class SGLangModel:
             self._decode()
         self.check()
 
-    def drain(self) -> None:
-        """Without new requests, all there are end, if the drive works."""
-        self.loader.stalls = False
-        for _ in range(LONGEST * (2 + len(self.requests))):
-            if not self.requests and not self.jobs:
-                break
-            self.step()
-            self.loader.step()
-        assert not self.requests, "a request waits for ever"
-        assert not self.jobs, "a job waits for ever"
-        assert not self.tree.holds, "a lock outlives its request"
+    @property
+    def is_done(self) -> bool:
+        return not (self.requests or self.jobs or self.other_holds())
 
-    def flush(self) -> None:
-        """Drop what is resident, when idle."""
-        assert not self.requests and not self.jobs
-        assert not self.tree.holds and not self.jobs.waiters
-        self.tree.evict(NUM_SLOTS)
-        assert len(self.tree.free) == NUM_SLOTS
+    def drop_all(self) -> None:
+        """Before other weights; each waits for its own loader."""
+        for own in self.requests.values():
+            own.planned = False
+        self.jobs.drop_all()
+        if self.jobs.wait_for_loader(self.rng.choice([0.0, 1.0])):
+            assert self.votes or not self.jobs
 
     def _poll(self) -> None:
         """`check_hicache_events`."""
@@ -397,6 +354,7 @@ class SGLangModel:
         return True
 
     def _note_end(self, job: LoadJob) -> None:
+        self.num_loaded += job.state is JobState.LOADED
         if job.state is JobState.FAILED and self.reports:
             lost = {p for p in self.loader.corrupt if tuple(job.tokens[: len(p)].tolist()) == p}
             self.stored = {own for own in self.stored if not any(own[: len(p)] == p for p in lost)}
@@ -424,6 +382,7 @@ class SGLangModel:
         self.pool.insert(job)
         job.early = True
         self.gate.append(job)
+        self.num_early += 1
         return True
 
     def _is_blocked(self, own: Request) -> bool:

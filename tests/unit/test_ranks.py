@@ -1,26 +1,43 @@
-"""Ranks of a model do the same, whatever their drives, stores, threads and clocks say.
+"""Models of SGLang with jobs, alone and as ranks of a model, over random histories.
 
-Random histories of the real job queue and the real vote, on models of SGLang in lock step.
+The job queue and the vote are the real ones. Nothing waits for ever, no slot has two owners, and
+nothing that was promised is taken. Ranks in lock step do the same, whatever their drives, stores,
+threads and clocks say.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from impress_sglang.config import ImpressConfig, share_of_rank
+from impress_sglang.serving import job_queue
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from impress_sglang.serving.ranks import Agreement, Ranks, Wish
 from impress_sglang.storage.directory import identity_in, same_model
 from impress_sglang.store.identity import rank_identity
 from tests.unit.job_world import StepLoader, Tree, new_job
 from tests.unit.ranks_model import Lockstep
-from tests.unit.sglang_model import NUM_SLOTS
+from tests.unit.sglang_model import NUM_SLOTS, SGLangModel
 
 # Steps of one history; `--rank-steps` sets how many there are in all.
 HISTORY = 250
+
+
+def go_on(model: SGLangModel) -> None:
+    """What happens beside a scheduler, between two of its steps."""
+    model.clock.now += model.rng.choice([0.0, 0.0, 0.1, 2.0])
+    model.loader.stalls = model.rng.random() < 0.2
+    model.loader.run(model.rng.randrange(4))
+    if model.stored and model.rng.random() < 0.05:
+        model.loader.corrupt.add(model.rng.choice(sorted(model.stored)))
+    if model.stored and model.rng.random() < 0.05:
+        model.stored.discard(model.rng.choice(sorted(model.stored)))
+    if model.rng.random() < 0.02:
+        model.loader.corrupt.clear()
 
 
 class Traffic:
@@ -44,56 +61,65 @@ class Traffic:
             self.ranks.all(lambda own: own.queue.sort(key=lambda asked: order.index(asked.rid)))
         if first.jobs.jobs and rng.random() < 0.02:
             self.ranks.all(lambda own: own.drop_all())
+        if first.jobs.jobs and rng.random() < 0.05 and len(self.ranks.models) == 1:
+            # Ranks vote on what is slower than computing.
+            first.jobs.give_up(rng.choice(first.jobs.jobs))
         for model in self.ranks.models:
-            model.local()
+            go_on(model)
         self.ranks.all(lambda own: own.step())
 
     def _ask(self) -> None:
-        length, most = self.rng.randrange(4, 16), self.rng.randrange(1, 9)
+        first, rng = self.ranks.models[0], self.rng
+        length, most = rng.randrange(4, 16), rng.randrange(1, 9)
         most = min(most, NUM_SLOTS - 2 - length)
-        shared = self.rng.randrange(length + 1)
-        family, self._tails = self.rng.randrange(3), self._tails + 100
+        shared = rng.randrange(length + 1)
+        family, self._tails = rng.randrange(3), self._tails + 100
         common = [100 * family + position for position in range(shared)]
-        prompt = (*common, *range(self._tails, self._tails + length - shared))
-        stops, patience = self.rng.randrange(1, most + 1), None
+        if (jobs := first.gate or first.jobs.jobs) and rng.random() < 0.2:
+            # It begins with what is being loaded.
+            common = rng.choice(jobs).tokens.tolist()[: length - 1]
+        prompt = (*common, *range(self._tails, self._tails + length - len(common)))
+        stops, patience = rng.randrange(1, most + 1), rng.choice([None, 0.0, 3.0])
         for model in self.ranks.models:
-            if self.rng.random() < 0.7:
-                model.stored.add(prompt[: self.rng.randrange(1, length + 1)])
+            if rng.random() < 0.7:
+                model.stored.add(prompt[: rng.randrange(1, length + 1)])
         self.ranks.all(lambda own: own.ask(prompt, most, stops, patience))
 
 
-def run(size: int, seed: int, batches: int) -> Lockstep:
-    ranks = Lockstep(size, seed, batches)
-    try:
+def run(size: int, seed: int) -> Lockstep:
+    ranks = Lockstep(size, seed, batches=1 + seed // 2 % 3)
+    with contextlib.closing(ranks):
         traffic = Traffic(ranks)
         for _ in range(HISTORY):
             traffic.step()
         for model in ranks.models:
             model.loader.corrupt.clear()
         for _ in range(HISTORY):
-            first = ranks.models[0]
-            if not (first.requests or first.jobs or first.saves):
+            if ranks.models[0].is_done:
                 break
             for model in ranks.models:
                 model.loader.stalls = False
                 model.loader.run(3)
                 model.clock.now += 1.0
             ranks.all(lambda own: own.step())
-        assert not first.requests, "a request waits for ever"
-        assert not first.saves and not first.jobs
-    finally:
-        ranks.close()
+    for model in ranks.models:
+        assert model.is_done, "a request or a job waits for ever"
+        assert not model.tree.holds and not model.jobs.waiters, "a lock outlives its request"
     return ranks
 
 
-def test_they_do_the_same(request: pytest.FixtureRequest) -> None:
-    steps = request.config.getoption("--rank-steps")
-    reductions = loads = 0
-    for seed in range(max(steps // HISTORY, 1)):
-        ranks = run(2 + seed % 2, seed, 1 + seed // 2 % 3)
+def test_they_do_what_they_should(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, window = request.config.getoption("--rank-steps"), job_queue.WINDOW
+    early = loads = reductions = 0
+    for seed in range(max(steps // HISTORY, 3)):
+        monkeypatch.setattr(job_queue, "WINDOW", 3 if seed % 2 else window)
+        ranks = run(1 + seed % 3, seed)
         reductions += ranks.reduction.count
-        loads += sum(model.loaded for model in ranks.models)
-    assert reductions and loads
+        loads += sum(model.num_loaded for model in ranks.models)
+        early += sum(model.num_early for model in ranks.models)
+    assert reductions and loads and early
 
 
 def job(state: JobState | None = None) -> LoadJob:
