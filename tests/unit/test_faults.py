@@ -1,15 +1,13 @@
-"""The layer that fails on purpose: each fault happens, where it was asked for, and is counted."""
+"""A simulated loss of power takes what was not synced, and nothing else."""
 
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 
 import pytest
 
-from tests.fault_control import ControlledFaults, FaultControl
-from tests.faults import Faults, FaultyFileSystem, Rule
+from tests.faults import Faults, FaultyFileSystem
 
 CONTENT = bytes(range(256)) * 64
 NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY
@@ -46,32 +44,6 @@ def file(files: FaultyFileSystem, root: Path) -> Path:
     files.close(descriptor)
     files.sync_directory(root)
     return path
-
-
-def test_rules_of_a_control_file(root: Path, file: Path) -> None:
-    control = FaultControl(root / "control")
-    files = FaultyFileSystem(ControlledFaults(control.path))
-    bad, hung = Rule("EIO", "stat", count=2), Rule("hang", "list", name="hung")
-    assert files.stat(file).st_size
-    control.set(bad, hung)
-    with pytest.raises(OSError):
-        files.stat(file)
-    done = threading.Event()
-    thread = threading.Thread(target=lambda: (files.list(root), done.set()))
-    thread.start()
-    assert not done.wait(0.05)
-
-    control.set(hung, bad)
-    with pytest.raises(OSError):
-        files.stat(file)
-    assert files.stat(file).st_size, "its count goes on"
-    assert not done.wait(0.05), "it still hangs"
-    control.set()
-    assert done.wait(5)
-    thread.join()
-    assert control.hits() == {bad.name: 2, "hung": 1}
-    other = FaultyFileSystem(ControlledFaults(control.path))
-    assert other.stat(file).st_size, "nobody told it of rules that are gone"
 
 
 def test_power_loss_takes_what_was_not_synced(files: FaultyFileSystem, file: Path) -> None:

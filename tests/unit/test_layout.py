@@ -1,4 +1,4 @@
-"""Arithmetic of the segment layout: chunks tile the file, and nothing overlaps."""
+"""Arithmetic of the segment layout: sizes by hand, and layers that are raw beside codes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.storage.layout import Column, KVShape, SegmentLayout
+from impress_sglang.storage.layout import KVShape, SegmentLayout
 from impress_sglang.transfer.wanted import chunk_pages
 from tests.unit import kv_factory as kv
 
@@ -47,41 +47,6 @@ def layouts(draw: st.DrawFn) -> SegmentLayout:
         num_tokens=draw(st.integers(1, 1000)),
         header_bytes=BLOCK * draw(st.integers(1, 5)),
     )
-
-
-def chunks_of(layout: SegmentLayout, column: Column) -> list[int]:
-    count = -(-layout.num_tokens // layout.chunk_tokens)
-    own = layout.shape, column, layout.chunk_tokens, layout.num_tokens
-    return [kv.chunk_disk_bytes(*own, chunk) for chunk in range(count)]
-
-
-def chunk_extents(layout: SegmentLayout) -> list[tuple[int, int]]:
-    """(offset, bytes with padding) of every chunk that has bytes, and of codes, in file order."""
-    extents = []
-    for layer in range(layout.shape.first_raw):
-        start = layout.layer_offset(layer)
-        extents += [
-            (start + layout.column_starts[column] + layout.columns[column].page_offset(chunk), size)
-            for column in layout.shape.columns
-            if layout.columns[column].group_bytes
-            for chunk, size in enumerate(chunks_of(layout, column))
-        ]
-        if layout.codes:
-            extents.append(layout.place(layer, codes=True))
-    raw = range(layout.shape.first_raw, layout.shape.num_layers)
-    return [*extents, *(layout.place(layer, codes=False) for layer in raw)]
-
-
-@given(layouts())
-def test_chunks_tile_the_file_from_header_to_end(layout: SegmentLayout) -> None:
-    end = layout.header_bytes
-    for offset, size in chunk_extents(layout):
-        assert offset == end, "a gap or an overlap"
-        assert offset % BLOCK == 0
-        assert size > 0 and size % BLOCK == 0
-        end = offset + size
-
-    assert end == layout.file_bytes
 
 
 @given(layouts())
