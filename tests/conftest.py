@@ -40,7 +40,7 @@ LONGEST = (
     *("test_engine_bench", "test_refusals"),
     *("test_real_model", "test_pools", "test_random", "test_jobs", "test_triton_backend"),
     *("test_blend", "test_windows", "test_hybrids", "test_examples"),
-    *("test_exact", "test_pages", "test_faults"),
+    *("test_exact", "test_faults"),
     *("test_pipeline", "test_weights"),
     *("test_bits", "test_important_part", "test_reordering"),
 )

@@ -20,12 +20,12 @@ ONLY_EXACT = ("--impress-bits=exact", "--impress-keep=exact")
 def exact(request: pytest.FixtureRequest, serve: Serve) -> Iterator[Server]:
     """A roomy server with the overlap schedule, and one where everything is tight.
 
-    There, requests are also taken out and put back all the time.
+    There, slots are given in pages, and requests taken out and put back all the time.
     """
     if request.param == "overlap":
         yield request.getfixturevalue("roomy")
         return
-    with serve("exact-cramped", *ONLY_EXACT, *CRAMPED, retracts=True) as server:
+    with serve("exact-cramped", *ONLY_EXACT, *CRAMPED, "--page-size=64", retracts=True) as server:
         server.is_calm = False
         yield server
 

@@ -91,8 +91,8 @@ KINDS: dict[str, tuple[str, tuple[str, ...], str | None, str]] = {
     "e4m3fn": ("llama", ("--kv-cache-dtype=fp8_e4m3",), None, EIGHT_BITS.format("e4m3fn")),
     "e5m2": ("llama", ("--kv-cache-dtype=fp8_e5m2",), None, EIGHT_BITS.format("e5m2")),
     "latents": ("deepseek_v2", (), LATENT, "latent vectors (MLA) are stored as they are"),
-    # Three positions of a token are the same one.
-    "media": ("qwen2_vl", ("--enable-multimodal", *EXACTLY), None, ""),
+    # Three positions of a token are the same one. Whole pages are loaded and freed.
+    "media": ("qwen2_vl", ("--enable-multimodal", *EXACTLY, "--page-size=64"), None, ""),
     # What learns positions cannot blend.
     "opt": ("opt", SMALL_CHUNKS, None, ""),
     "qwen2": ("qwen2", (*SMALL_CHUNKS, "--impress-blend=auto"), None, ""),
