@@ -137,6 +137,11 @@ def test_warming_says_what_became_of_a_prefix(
 ) -> None:
     warming.whys = [before, after]
     answer = asyncio.run(carry_out("warm", {"input_ids": [1, 2]}))
+    (request,) = warming.asked
+    asked = request.sampling_params["custom_params"]
+    # It is computed behind exact KVs, so that everybody may use it, and others blend it.
+    assert (asked["impress_bits"], asked["impress_blend"]) == ("exact", "off")
+    assert asked["impress_store"] is True and asked["impress_retention"] == 1.0
     assert answer == {
         "tokens": 2,
         "stored_tokens": 0,

@@ -68,6 +68,18 @@ def test_exact_kvs_are_those_that_were_computed(world: TreeWorld) -> None:
     assert_same_kvs(loaded, computed, PREFIX)
 
 
+def test_who_needs_more_joins_and_then_loads_its_rest(world: TreeWorld, page_size: int) -> None:
+    long = [*STORED[:PREFIX], *draw(7, 160)]
+    world.run("long", [*long, 1], store=True)
+    world.flush()
+    waiting = [world.request("short", ASKED), world.request("joins", [*long, 2])]
+    world.poll()
+    told = [world.serve(req) for req in waiting]
+    assert [own["loaded_tokens"] for own in told] == [PREFIX, 160]
+    assert [own["shared_tokens"] for own in told] == [0, PREFIX]
+    assert [own["why"]["reason"] for own in told] == ["loaded", "loaded"]
+
+
 @pytest.mark.parametrize("page", [32, 64, 128])
 def test_other_sizes_of_pages(tmp_path: Path, page: int) -> None:
     """Those that GPUs have."""

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import requests
@@ -17,7 +16,7 @@ from tests.serving.compare import assert_same, gaps_between, paths, report
 from tests.serving.conftest import Serve
 from tests.serving.damage import store_damaged
 from tests.serving.harness import BENCH, Server
-from tests.serving.tiny_models import make_model, random_tokens
+from tests.serving.tiny_models import random_tokens
 from tests.unit.waiting import wait_until
 
 TOLERANCE = 1e-4
@@ -76,25 +75,6 @@ def test_eight_at_once_read_a_prefix_once_and_all_say_so(jobs: Server, stock: Se
     assert sorted(own["shared_tokens"] for own in told) == [0] + [1500] * 7
     assert sum(own["ssd_bytes"] for own in told) == alone["ssd_bytes"] > 0
     assert all(own["tokens"]["computed"] == 20 for own in told)
-
-
-def test_a_longer_prompt_joins_and_then_loads_its_rest(jobs: Server, stock: Server) -> None:
-    short = jobs.store(900, seed=2)
-    long = [*short, *random_tokens(600, seed=3)]
-    jobs.store_prompts(long)
-    prompts = [[*short, 5, 6, 7], [*long, 5, 6, 7]]
-    with ThreadPoolExecutor(2) as pool:
-        with slow(jobs):
-            asked = [pool.submit(jobs.generate, prompts[0], 6, return_logprob=True)]
-            wait_until(lambda: loading(jobs) == 900, 60)
-            asked.append(pool.submit(jobs.generate, prompts[1], 6, return_logprob=True))
-            wait_until(lambda: live(jobs) == 2, 60)
-        answers = [own.result() for own in asked]
-    assert_same(stock.generate_together(prompts, 6, return_logprob=True), answers, TOLERANCE)
-    told = [report(answer) for answer in answers]
-    assert [own["loaded_tokens"] for own in told] == [900, 600], told
-    assert [own["shared_tokens"] for own in told] == [0, 900]
-    assert [own["why"]["reason"] for own in told] == ["loaded", "loaded"]
 
 
 def test_others_pass_one_that_waits_and_a_stream_goes_on(jobs: Server, stock: Server) -> None:
@@ -187,24 +167,6 @@ def test_a_flush_waits_for_a_job_that_somebody_waits_for(jobs: Server, stock: Se
     assert_same([stock.generate(prompt, 6, return_logprob=True)], [answer], TOLERANCE)
 
 
-def test_a_pool_that_does_not_hold_two_prefixes(serve: Serve, stock: Server) -> None:
-    """Whoever comes when, all are served, with the right answers."""
-    flags = ["--impress-bits=exact", "--max-total-tokens=2400", *NO_CACHES]
-    prefixes = [random_tokens(1500, seed=50 + number) for number in range(3)]
-    prompts = [[*prefixes[i % 3], *random_tokens(40, seed=60 + i)] for i in range(18)]
-    expected = stock.generate_together(prompts, 24, return_logprob=True)
-    with serve("narrow-pool", *flags) as server:
-        for prefix in prefixes:
-            server.store_prompts(prefix)
-        actual = server.generate_together(prompts, 24, return_logprob=True)
-        assert_same(expected, actual, TOLERANCE)
-        told = [report(answer) for answer in actual]
-        assert min(own["prefix_tokens"] for own in told) >= 1500, told
-        # With a load for each request there would be 18.
-        assert sum(own["loaded_tokens"] for own in told) <= 12 * 1500
-        server.assert_whole()
-
-
 @pytest.mark.parametrize(("bits", "flushes"), [(6, True), ("exact", False)])
 def test_each_turn_of_a_chat_computes_only_what_is_new(
     jobs: Server, bits: object, *, flushes: bool
@@ -223,29 +185,6 @@ def test_each_turn_of_a_chat_computes_only_what_is_new(
         chat = [*chat, *new, *answer["output_ids"]]
         if flushes:
             jobs.flush()
-
-
-def test_exact_and_approximate_requests_run_beside_each_other(jobs: Server, stock: Server) -> None:
-    prefix = jobs.store(1200, seed=81)
-    prompts = [[*prefix, *random_tokens(30, seed=82 + number)] for number in range(8)]
-    expected = stock.generate_together(prompts, 12, return_logprob=True)
-    for _ in range(2):
-        with ThreadPoolExecutor(8) as pool:
-            asked = [
-                pool.submit(
-                    jobs.generate,
-                    own,
-                    12,
-                    return_logprob=True,
-                    impress_bits=("exact", 6)[number % 2],
-                )
-                for number, own in enumerate(prompts)
-            ]
-            answers = [own.result() for own in asked]
-        assert_same(expected[::2], answers[::2], TOLERANCE)
-        told = [report(answer) for answer in answers]
-        assert [own["approximate"] for own in told] == [False, True] * 4
-    assert {own["path"] for own in told} == {"device"}
 
 
 AGAIN = "begins again: what it used could not be loaded"
@@ -281,23 +220,6 @@ def test_a_pass_begins_before_the_last_layers_are_there(early: Server, stock: Se
     assert AGAIN not in early.log_text()
 
 
-def test_who_waits_for_a_part_of_it_does_not_begin_with_those_who_lack_nothing(
-    early: Server, stock: Server
-) -> None:
-    """Two branches of a trunk, which one job brings with the first of them."""
-    trunk = random_tokens(1500, seed=161)
-    branches = [[*trunk, *random_tokens(400, seed=162 + number)] for number in range(2)]
-    early.store_prompts(*branches)
-    prompts = [[*branch, *random_tokens(1500, seed=164)] for branch in branches]
-    expected = stock.generate_together(prompts, 6, return_logprob=True)
-    for rate in RATES[:4]:
-        with slow(early, rate):
-            answers = early.generate_together(prompts, 6, return_logprob=True, impress_store=False)
-        assert_same(expected, answers, TOLERANCE)
-        assert [report(own)["tokens"]["computed"] for own in answers] == [1500, 1500]
-        early.flush()
-
-
 def test_a_layer_that_is_damaged_behind_a_pass_that_began(early: Server, stock: Server) -> None:
     """All who attended to it begin again, and what they left is not kept."""
     for number, rate in enumerate(RATES):
@@ -314,42 +236,6 @@ def test_a_layer_that_is_damaged_behind_a_pass_that_began(early: Server, stock: 
         if AGAIN in early.log_text():
             return
     raise AssertionError("no pass began early")
-
-
-def test_weights_are_replaced_while_a_job_runs(
-    jobs: Server, workdir: Path, stock: Server, tiny_llama: Path
-) -> None:
-    """What was loaded of the old ones is used by nobody."""
-    other = make_model("llama", workdir / "other-weights-jobs", initializer_range=0.1)
-    prefix = jobs.store(1500, seed=131)
-    prompt = [*prefix, *random_tokens(20, seed=132)]
-    for model in (other, tiny_llama):
-        replace_weights(stock, model)
-        if model is other:
-            expected = stock.generate(prompt, 6, return_logprob=True)
-    with ThreadPoolExecutor(1) as pool:
-        jobs.emulate_ssd(SLOW_MBPS)
-        asked = pool.submit(jobs.generate, prompt, 6, return_logprob=True)
-        try:
-            wait_until(lambda: loading(jobs) > 0, 60)
-            jobs.post("/pause_generation", mode="retract").raise_for_status()
-            replace_weights(jobs, other)
-        finally:
-            jobs.emulate_ssd(0)
-            jobs.post("/continue_generation", torch_empty_cache=False).raise_for_status()
-        answer = asked.result()
-    assert_same([expected], [answer], TOLERANCE)
-    assert paths([answer]) == ["computed"]
-    # The store of these weights is opened in the background.
-    wait_until(lambda: jobs.stats()["suspended"] is None, 60)
-    jobs.assert_whole()
-    replace_weights(jobs, tiny_llama)
-    wait_until(lambda: jobs.stats()["suspended"] is None, 60)
-
-
-def replace_weights(server: Server, model: Path) -> None:
-    told = server.post("/update_weights_from_disk", model_path=str(model)).json()
-    assert told["success"], told
 
 
 def test_a_server_ends_while_a_job_runs(serve: Serve) -> None:

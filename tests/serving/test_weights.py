@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ import pytest
 
 from tests.serving.compare import Answer, assert_same, paths, report
 from tests.serving.conftest import Serve
-from tests.serving.harness import Server
+from tests.serving.harness import BENCH, Server
+from tests.serving.test_jobs import NO_CACHES, SLOW_MBPS, loading
 from tests.serving.tiny_models import make_model, random_tokens
 from tests.unit.waiting import wait_until
 
@@ -24,7 +26,7 @@ TOLERANCE = 1e-4
 STORED = random_tokens(800, seed=1)
 QUESTION = [*STORED, *random_tokens(40, seed=2)]
 FRESH = random_tokens(700, seed=3)
-FLAGS = ("--impress-bits=exact", "--max-total-tokens=20000")
+FLAGS = ("--impress-bits=exact", "--max-total-tokens=20000", *NO_CACHES)
 
 
 def ask(server: Server, prompt: list[int]) -> Answer:
@@ -54,7 +56,7 @@ def new(stock: Server, other: Path, tiny_llama: Path) -> dict[str, Answer]:
 
 @pytest.fixture(scope="module")
 def shared(serve: Serve) -> Iterator[Server]:
-    with serve("weights", *FLAGS) as server:
+    with serve("weights", *FLAGS, preload=BENCH) as server:
         yield server
 
 
@@ -169,6 +171,25 @@ def test_request_that_runs_through_an_update(server: Server, tiny_llama: Path, o
     assert update(server, tiny_llama)["success"]
     assert opened(server)["suspended"] is None
     assert report(server.generate(turn, 1))["stored_tokens"] <= len(prompt)
+
+
+def test_request_that_waits_for_its_prefix(
+    server: Server, other: Path, new: dict[str, Answer]
+) -> None:
+    """What a job has loaded of the old weights is used by nobody."""
+    server.emulate_ssd(SLOW_MBPS)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, server, QUESTION)
+        try:
+            wait_until(lambda: loading(server) > 0, 60)
+            assert server.post("/pause_generation", mode="retract").ok
+            assert update(server, other)["success"]
+        finally:
+            server.emulate_ssd(0)
+            assert server.post("/continue_generation", torch_empty_cache=False).ok
+        answer = asked.result()
+    assert_same([new["question"]], [answer], TOLERANCE)
+    assert paths([answer]) == ["computed"]
 
 
 def test_request_that_is_taken_out_for_an_update(server: Server, other: Path) -> None:
