@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving.compare import Answer, assert_same, paths
+from tests.serving.compare import assert_same, paths
 from tests.serving.harness import Server
 from tests.serving.tiny_models import random_tokens
 
@@ -76,41 +76,6 @@ def test_stored_prefixes_are_not_served_to_overrides(stock: Server, roomy: Serve
     for use in ("requests_not_served", "requests_not_stored"):
         refused = totals[use]["positional_embed_overrides"]
         assert refused == 1 + before[use].get("positional_embed_overrides", 0)
-
-
-def answers(answer: Answer | list[Answer]) -> list[Answer]:
-    return answer if isinstance(answer, list) else [answer]
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"sampling_params": {"n": 2}},
-        {"return_logprob": True, "top_logprobs_num": 3},
-        {"return_logprob": True, "logprob_start_len": 300},
-        {"sampling_params": {"frequency_penalty": 0.7, "repetition_penalty": 1.3}},
-        {"sampling_params": {"logit_bias": {"5": 4.0}, "stop_token_ids": [5], "ignore_eos": False}},
-        {"sampling_params": {"max_new_tokens": 0}, "return_logprob": True},
-        {"priority": None, "routing_key": "a", "session_id": "nobody"},
-    ],
-    ids=["n", "top-logprobs", "start-len", "penalties", "bias", "prefill-only", "routing"],
-)
-def test_harmless_fields_keep_the_store(
-    stock: Server, roomy: Server, fields: dict[str, Any], request: pytest.FixtureRequest
-) -> None:
-    prompt = random_tokens(500, seed=len(request.node.name) + 7040)
-    roomy.generate(prompt, 1)
-    roomy.flush()
-    before = roomy.stats()["totals"]
-    expected = answers(stock.generate(prompt, 8, **fields))
-    actual = answers(roomy.generate(prompt, 8, **fields))
-    assert [a.get("output_ids") for a in actual] == [a.get("output_ids") for a in expected]
-    # Of several samples the first brings the prefix back, and it has no answer of its own.
-    totals = roomy.stats()["totals"]
-    assert totals["requests_ssd"] == before["requests_ssd"] + 1
-    assert totals["requests_computed"] == before["requests_computed"]
-    assert totals["requests_not_served"] == before["requests_not_served"]
-    assert totals["requests_not_stored"] == before["requests_not_stored"]
 
 
 def test_ordinary_requests_are_like_plain_ones(roomy: Server) -> None:

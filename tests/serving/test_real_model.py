@@ -11,81 +11,23 @@ import pytest
 
 from bench.core.servers import store_flags
 from demo.model import model_path
-from impress_sglang.paper.scores import retained_tokens
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import SegmentHeader, read_header
 from tests.serving.compare import report
-from tests.serving.harness import Server, Zygote, running
+from tests.serving.harness import Server, running
 
 TOKENS = 800
 
 
 @pytest.fixture(scope="module")
-def smollm() -> Path:
-    return model_path()
-
-
-def smollm_flags(store: Path) -> tuple[str, ...]:
+def server(workdir: Path) -> Iterator[Server]:
+    """Started by the command that users type."""
     sizes = ("--dtype=float32", "--max-total-tokens=12000")
-    return (*sizes, *store_flags(store), "--impress-host-gb=0.5", "--impress-device-gb=0.5")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def starting(smollm: Path, workdir: Path) -> Iterator[Server]:
-    """Started by the command that users type, which takes as long as the first tests."""
-    flags = smollm_flags(workdir / "store-smollm")
-    with running(smollm, workdir / "smollm.log", *flags, zygote=None, waits=False) as server:
+    flags = (*store_flags(workdir / "store-smollm"), "--impress-host-gb=0.5")
+    log = workdir / "smollm.log"
+    with running(model_path(), log, *sizes, *flags, zygote=None) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def server(starting: Server) -> Iterator[Server]:
-    """The same, ready."""
-    starting.wait_ready()
-    yield starting
-    starting.assert_quiet()
-
-
-@pytest.fixture(scope="module")
-def parts(smollm: Path, workdir: Path, zygote: Zygote) -> Iterator[Server]:
-    """Uses a quarter of each stored prefix, which loads within the pass."""
-    flags = (
-        *smollm_flags(workdir / "store-smollm-parts"),
-        "--impress-policy=paper",
-        "--impress-retention=0.25",
-    )
-    with running(smollm, workdir / "smollm-parts.log", *flags, zygote=zygote) as running_server:
-        yield running_server
-        running_server.assert_quiet()
-
-
-def test_bytes_of_a_part_of_a_prefix(parts: Server) -> None:
-    """By our count and by the kernel's: less than all, of caches that are empty and have room.
-
-    The next question finds most of it there.
-    """
-    prefix = [3 + (i * 7919) % 40000 for i in range(TOKENS)]
-    other = list(range(6000, 6200))
-    for stored in (other, prefix):
-        parts.generate(stored, 1)
-        parts.flush()
-    # The first such request also reads pages of the code that serves it.
-    parts.generate([*other, *range(1000, 1064)], 1)
-    parts.flush()
-    before = _bytes_read_by(parts)
-    said = report(parts.generate([*prefix, *range(1000, 1064)], 1))
-    from_device = _bytes_read_by(parts) - before
-    assert said["loaded_tokens"] == retained_tokens(TOKENS, 0.25) == 200, said
-    assert said["layers_by_probe"] + said["layers_by_fallback"] == 30
-    whole = TOKENS * 30 * 3 * 2 * 64 * 4
-    assert 0.25 * whole < said["ssd_needed_bytes"] <= said["ssd_bytes"] < whole
-    assert said["ahead_bytes"] - said["ahead_used_bytes"] <= 0.25 * said["ssd_bytes"]
-    if parts.stats()["store"]["direct_io"]:
-        # The processes may also read pages of their code, and read the header.
-        assert said["ssd_bytes"] <= from_device <= 1.05 * said["ssd_bytes"]
-    again = report(parts.generate([*prefix, *range(2000, 2064)], 1))
-    assert again["device_chunks"] > 0.5 * again["chunks_accessed"]
-    assert again["ssd_bytes"] < said["ssd_bytes"] / 2
+        server.assert_quiet()
 
 
 def _header_of(store: Path, prefix: list[int]) -> SegmentHeader:
