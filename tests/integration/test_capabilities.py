@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import transformers
 from sglang.srt import environ
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
@@ -40,7 +39,7 @@ from impress_sglang.plugin.compat import NEWEST, sglang_version
 from impress_sglang.plugin.factory import _architecture, _scaling, kv_shape
 from impress_sglang.plugin.pools import streams_of
 from impress_sglang.store.policies import make_policy
-from tests.integration.tiny_model import LLAMA, write_config
+from tests.integration.tiny_model import write_config
 
 
 def options(**changed: Any) -> Any:
@@ -54,7 +53,12 @@ def options(**changed: Any) -> Any:
 
 
 REFUSED = [name for names in capabilities._OFF.values() for name in names.split()]
-VALUES = [name for names, _ in capabilities._VALUES.values() for name in names.split()]
+VALUES = [
+    name
+    for rules in (capabilities._VALUES, capabilities._WEIGHTS_SEEN)
+    for names, _ in rules.values()
+    for name in names.split()
+]
 
 
 @pytest.mark.parametrize("name", REFUSED + VALUES)
@@ -76,7 +80,7 @@ def test_options_that_change_kvs_are_part_of_the_identity() -> None:
 
 def test_overrides_of_the_model_are_part_of_the_identity(tmp_path: Path) -> None:
     """--json-model-override-args changes RoPE, say, and is in no weight."""
-    path = str(write_config(tmp_path, LLAMA))
+    path = str(write_config(tmp_path))
     plain = _architecture(ModelConfig(path).hf_text_config)
     changed = ModelConfig(path, model_override_args='{"rope_theta": 5e5, "rms_norm_eps": 0.1}')
     assert _architecture(changed.hf_text_config) != plain
@@ -93,27 +97,60 @@ def test_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", capabilities._NOT_CAUSAL)
 def test_configurations(name: str, tmp_path: Path) -> None:
-    config = ModelConfig(str(write_config(tmp_path, LLAMA)))
+    config = ModelConfig(str(write_config(tmp_path)))
     check_model(config, ImpressConfig())
     setattr(config, name, 1)
     with pytest.raises(UnsupportedError, match=f"models with {name}"):
         check_model(config, ImpressConfig())
 
 
-@pytest.mark.parametrize("kind", ["GptOss", "Gemma3Text", "Olmo3", "Cohere2"])
-def test_models_with_windows(kind: str, tmp_path: Path) -> None:
-    """By what Hugging Face says of them; not where layers must attend to all tokens."""
-    config = getattr(transformers, f"{kind}Config")(num_hidden_layers=12)
-    config.architectures = [f"{kind.removesuffix('Text')}ForCausalLM"]
-    config.save_pretrained(tmp_path)
-    model = ModelConfig(str(tmp_path))
-    check_model(model, ImpressConfig())
-    for options in ({"blend": 0.2}, {"policy": "paper"}, {"basis": "some"}):
-        with pytest.raises(UnsupportedError, match="layers attend to all tokens"):
-            check_model(model, ImpressConfig(**options))
-    model.hf_text_config.rope_parameters = {"sliding_attention": {"rope_type": "longrope"}}
-    with pytest.raises(UnsupportedError, match=r"this model has .*longrope"):
+LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "word"),
+    [
+        ("Gemma2", {}, "attn_logit_softcapping"),
+        (
+            "Llama",
+            {"num_hidden_layers": 1, "layer_types": ["chunked_attention"]},
+            "of type chunked",
+        ),
+        ("Llama", {"rope_scaling": LONG_ROPE}, r"this model has .*longrope"),
+        ("Cohere2", {"rope_parameters": {"sliding_attention": LONG_ROPE}}, "longrope"),
+    ],
+)
+def test_models(tmp_path: Path, kind: str, fields: dict[str, Any], word: str) -> None:
+    model = ModelConfig(str(write_config(tmp_path, kind, **fields)))
+    with pytest.raises(UnsupportedError, match=word):
         check_model(model, ImpressConfig())
+
+
+TEXT = ("GptOss", "Gemma3Text", "Olmo3", "Cohere2", "Qwen3Next")
+MEDIA = {"architectures": ["Qwen3_5MoeForConditionalGeneration"]}
+SPARSE = {"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 64}
+SPARSE |= {"index_head_dim": 16, "index_n_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        *((kind, {}) for kind in (*TEXT, "DeepseekV2")),
+        ("Qwen3_5Moe", MEDIA),
+        ("DeepseekV3", SPARSE),
+    ],
+)
+def test_models_that_keep_other_things_than_kvs_of_all_tokens(
+    tmp_path: Path, kind: str, fields: dict[str, Any]
+) -> None:
+    """Windows, states, media or latent vectors, by what the library says of them."""
+    model = ModelConfig(str(write_config(tmp_path, kind, **fields)))
+    check_model(model, ImpressConfig())
+    others = [] if "Deepseek" in kind else [{"blend": 0.2}, {"basis": "some"}]
+    word = "layers attend to all tokens" if others else "which models with MLA do not keep"
+    for options in ({"policy": "paper"}, *others):
+        with pytest.raises(UnsupportedError, match=word):
+            check_model(model, ImpressConfig(**options))
 
 
 def test_a_pool_for_windows_beside_what_it_is_not_restored_for() -> None:

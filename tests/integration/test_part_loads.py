@@ -18,7 +18,7 @@ from impress_sglang.plugin import known
 from impress_sglang.plugin.admin import handle
 from impress_sglang.serving.load_planner import LoadPlan
 from impress_sglang.serving.why import Reason
-from tests.integration.paper_world import SHAPE, PaperWorld
+from tests.integration.paper_world import PaperWorld
 from tests.integration.tree_world import check_slots, new_request, report_of
 from tests.integration.worlds import NEW, OTHER, STORED, TOKENS, World
 from tests.unit.waiting import wait_until
@@ -33,20 +33,20 @@ def world(tmp_path: Path) -> Iterator[PaperWorld]:
 
 def test_a_prefix_that_is_used_is_the_last_to_be_removed(world: PaperWorld) -> None:
     """The quota removes what was used longest ago."""
-    (segment,) = world.runtime.store.tree.segments()
+    (segment,) = world.service.store.tree.segments()
     for _ in range(2):
         before = segment.hits, segment.last_access
-        request = world.admit(world.ask("r"))
+        request = world.begin_load(world.ask("r"))
         assert request is not None
         world.load(request)
-        world.end("r")
+        world.forget("r")
         assert segment.hits == before[0] + 1 and segment.last_access > before[1]
 
 
 def test_a_part_of_a_prefix_has_slots_of_its_own(world: PaperWorld) -> None:
     """An offset row."""
     req = world.ask("part", retention=0.25)
-    request = world.admit(req)
+    request = world.begin_load(req)
     assert request is not None and req.host_hit_length == TOKENS // 4
     assert request.k == TOKENS // 4 and request.start == TOKENS - TOKENS // 4
     assert world.cache._private_tokens == TOKENS // 4
@@ -55,7 +55,7 @@ def test_a_part_of_a_prefix_has_slots_of_its_own(world: PaperWorld) -> None:
     world.load(request)
     assert not request.loading, "given back after the last layer"
     stats = request.stats
-    assert stats.layers_by_probe + stats.layers_by_fallback == SHAPE.num_layers
+    assert stats.layers_by_probe + stats.layers_by_fallback == world.shape.num_layers
     assert request.report["bits_mean"] == 16.0
 
 
@@ -90,30 +90,30 @@ def test_slots_that_are_written_count_as_room(tmp_path: Path, kind: Any) -> None
 def test_a_request_is_ended_if_its_prefix_cannot_be_loaded(world: PaperWorld, part: float) -> None:
     """SGLang drops what its pass computes, nothing of it is kept, and the next one is computed."""
     req = world.ask("r", retention=part)
-    request = world.admit(req)
+    request = world.begin_load(req)
     assert request is not None
     world.cache.finish_storage_prefetch_admission(req.cache_request_handle, 0, None)
-    (segment,) = world.runtime.store.tree.segments()
-    world.runtime.fail(request, SegmentUnreadable(segment.segment_id, "test"))
+    (segment,) = world.service.store.tree.segments()
+    world.service.fail(request, SegmentUnreadable(segment.segment_id, "test"))
     world.cache.fail("r")
-    for _ in range(SHAPE.num_layers):
+    for _ in range(world.shape.num_layers):
         request.end_layer()
     world.cache.checkpoint(req, up_to=len(req.origin_input_ids))
     req.to_finish = req.discard_output_reason
     req.update_finish_state(0)
-    before = world.runtime.totals["requests"]
+    before = world.service.totals["requests"]
     world.cache.on_release(req, checkpointed=False)
-    assert world.runtime.totals["requests"] == before + 1, "it is counted, and learnt from"
+    assert world.service.totals["requests"] == before + 1, "it is counted, and learnt from"
     report = report_of(req)
     assert report is not None and report["why"]["reason"] == Reason.DAMAGED
-    assert not world.runtime.live and not world.cache._private_tokens
+    assert not world.service.live and not world.cache._private_tokens
     assert not world.ask("again", retention=part).host_hit_length
 
 
 def test_a_request_that_sglang_ends_without_saying_so_is_forgotten(world: PaperWorld) -> None:
     """At the next pass, or when there is none."""
     req = world.ask("r")
-    request = world.admit(req)
+    request = world.begin_load(req)
     assert request is not None
     world.load(request)
     req.to_finish = object()
@@ -127,10 +127,10 @@ def test_a_request_that_sglang_ends_without_saying_so_is_forgotten(world: PaperW
 
 def test_a_request_does_without_what_cannot_be_opened(world: PaperWorld) -> None:
     req = world.ask("r")
-    for path in world.runtime.config.ssd_path.glob("*/segments/*/*"):
+    for path in world.service.config.ssd_path.glob("*/segments/*/*"):
         path.unlink()
-    assert world.admit(req) is None
-    assert not world.match(req).host_hit_length
+    assert world.begin_load(req) is None
+    assert not world.loads(req)
     world.cache.finish_storage_prefetch_admission(req.cache_request_handle, 0, None)
     report = report_of(req)
     assert report is not None and report["why"]["reason"] == Reason.NOT_OPENED
@@ -149,7 +149,7 @@ def test_what_is_against_a_request_is_asked_once(
     monkeypatch.setattr(known, "serve_refusal", refuse)
     req = new_request("r", STORED)
 
-    assert (world.match(req).host_hit_length > 0) == (refusal is None)
+    assert (world.loads(req) > 0) == (refusal is None)
     report = report_of(req)
     assert report is not None and report["not_served"] == refusal
     assert asked == ["r"]
@@ -167,7 +167,7 @@ def planned(world: PaperWorld) -> LoadPlan:
 @pytest.fixture
 def slow_reads(world: PaperWorld, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Lets reading take a second per byte, and computing so many seconds."""
-    runtime = world.runtime
+    runtime = world.service
     monkeypatch.setattr(runtime.store.segments, "seconds_to_read", lambda count: count)
     computing = runtime.estimator.computing
 
@@ -182,7 +182,7 @@ def slow_reads(world: PaperWorld, monkeypatch: pytest.MonkeyPatch) -> Callable[[
 def test_what_takes_longer_to_read_is_computed(
     world: PaperWorld, load: str, loads: bool, slow_reads: Callable[[float], None]
 ) -> None:
-    runtime = world.runtime
+    runtime = world.service
     slow_reads(runtime.store.segments.bytes_to_read(planned(world).spans, codes=False) * 0.9)
     runtime.config = dataclasses.replace(runtime.config, load=load)
     req = world.ask("r", retention=1.0)
@@ -198,7 +198,7 @@ def test_what_takes_longer_to_read_is_computed(
 def test_auto_gives_up_tokens_only_if_reading_does_not_hide(
     world: PaperWorld, hides: bool, slow_reads: Callable[[float], None]
 ) -> None:
-    runtime = world.runtime
+    runtime = world.service
     num_bytes = runtime.store.segments.bytes_to_read(planned(world).spans, codes=False)
     slow_reads((1.0 if hides else 0.5) * num_bytes)
     runtime.config = dataclasses.replace(runtime.config, retention=AUTO)
@@ -214,7 +214,7 @@ def told(world: PaperWorld, verb: str, **fields: Any) -> Any:
 
 def test_orders_reach_what_is_resident_and_what_is_counted(world: PaperWorld) -> None:
     world.prefill("own", OTHER)
-    world.runtime.store.writes.drain()
+    world.service.store.writes.drain()
     world.cache.flush_pending_backups()
     done = told(world, "purge", input_ids=OTHER)
     assert (done["segments"], done["pool_tokens"], done["left"]) == (1, TOKENS, False)
@@ -231,15 +231,15 @@ def test_other_weights_are_served_once_nothing_is_resident(
 ) -> None:
     # SGLang asks for the module of the build's accelerator, which a CPU machine lacks.
     monkeypatch.setattr(torch, "get_device_module", lambda device="cpu": torch.cpu)
-    served, weights = world.runtime, world.cache.weights
+    served, weights = world.service, world.cache.weights
     world.prefill("own", OTHER)
     weights.begin("a test")
     assert served.aside == "a test" and not world.cache._saves.writing_tokens
     world.identity = NEW
     weights.end(settled=True)
     assert served.aside == "a test" and not world.ask("r").host_hit_length
-    world.end("r")
+    world.forget("r")
     world.cache.reset()
     world.allocator.clear()
     wait_until(lambda: world.cache.flush_pending_backups() or served.in_use)
-    assert served.identity == NEW and not len(world.runtime.store.tree)
+    assert served.identity == NEW and not len(world.service.store.tree)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from pathlib import Path
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import transformers
 from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
 from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
 from sglang.srt.model_executor.forward_context import get_attn_backend
@@ -21,27 +21,14 @@ from impress_sglang.storage.layout import KVShape
 
 HIDDEN, WORDS, SCALING = 24, 50, 0.3
 KVs = list[tuple[Tensor, Tensor]]
-# A configuration that SGLang reads.
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
-    "max_position_embeddings": 4096,
-    "torch_dtype": "float32",
-}
 
 
-def write_config(folder: Path, config: dict[str, Any]) -> Path:
-    """The folder of a model without weights."""
-    path = folder / config["model_type"]
-    path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(config))
-    return path
+def write_config(folder: Path, kind: str = "Llama", **fields: Any) -> Path:
+    """The folder of a model without weights, of a kind of the library's."""
+    make, task = getattr(transformers, f"{kind}Config"), kind.removesuffix("Text")
+    config = make(**{"architectures": [f"{task}ForCausalLM"]} | fields)
+    config.save_pretrained(folder / kind)
+    return folder / kind
 
 
 def _table(rows: int) -> Tensor:

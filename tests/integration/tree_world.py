@@ -32,6 +32,7 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.options import OFF
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.report_transport import Report, _carried
+from impress_sglang.plugin.served_cache import ServedCache
 from impress_sglang.plugin.tree_cache import ImpressTreeCache
 from impress_sglang.serving.ranks import ALONE, Ranks
 from impress_sglang.serving.service import Service
@@ -111,6 +112,8 @@ def check_slots(cache: Any, allocator: Any) -> None:
 class TreeWorld:
     """One tree cache with its store, and requests on their way."""
 
+    service_class: type[Service] = Service
+    cache_class: type[ServedCache] = ImpressTreeCache
     shape = SHAPE
     window: int | None = None
     components: tuple[Any, ...] = (ComponentType.FULL,)
@@ -150,8 +153,8 @@ class TreeWorld:
         )
         shape = self.shape_with(layers)
         rest = torch.device("cpu"), tiny_model.HIDDEN, plain_codec(shape)
-        self.service = Service(self.config, shape, IDENTITY, *rest)
-        self.cache = ImpressTreeCache(
+        self.service: Any = self.service_class(self.config, shape, IDENTITY, *rest)
+        self.cache: Any = self.cache_class(
             params, self.service, self.model, layers, None, self.read_identity, ranks
         )
         if self.config.blend != OFF:
@@ -202,12 +205,10 @@ class TreeWorld:
 
     @property
     def jobs(self) -> Any:
-        assert self.cache.loads is not None
         return self.cache.loads.jobs
 
     @property
     def blends(self) -> Any:
-        assert self.cache.loads is not None
         return self.cache.loads
 
     def request(self, rid: str, tokens: Sequence[int], **wanted: Any) -> Any:

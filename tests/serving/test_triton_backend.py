@@ -1,7 +1,8 @@
-"""SGLang's triton backend, whose kernels run in Triton's interpreter on a CPU, and its servers.
+"""SGLang's triton backend, whose kernels run in Triton's interpreter on a CPU: parts of prefixes.
 
 The interpreter is slow, so prompts are short. It says that rows, starts and loading are right, and
-nothing of a GPU: neither of CUDA graphs nor of what runs at the same time there.
+nothing of a GPU: neither of CUDA graphs nor of what runs at the same time there. Servers that load
+beside their passes attend as SGLang does; `test_pools.py` has some, with drafts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pytest
 from tests.serving.compare import assert_same, logprob_distance, paths, report
 from tests.serving.conftest import TINY_FLAGS, Serve
 from tests.serving.damage import store_damaged
-from tests.serving.harness import ROOT, STOCK, Server, Zygote, running
+from tests.serving.harness import STOCK, Server, Zygote, running
 from tests.serving.tiny_models import make_model, random_tokens
 
 CHUNK = 64
@@ -53,56 +54,26 @@ def triton(model: Path, serve: Serve) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def beside(model: Path, serve: Serve) -> Iterator[Server]:
-    """Prefixes load beside its passes."""
-    with serve("triton-beside", *FLAGS, model=model) as server:
-        yield server
-        server.assert_whole()
-
-
-@pytest.fixture(scope="module")
 def torch_native(model: Path, serve: Serve) -> Iterator[Server]:
     flags = (*PARTS, "--attention-backend=torch_native", *FLAGS[1:])
     with serve("torch-native", *flags, model=model) as server:
         yield server
 
 
-@pytest.mark.skipif("os.environ['TESTS_DEVICE'] == 'cuda'", reason="Triton does not interpret")
-def test_rows_of_backends(workdir: Path, zygote: Zygote) -> None:
-    """Those of `tests/integration` that need an interpreting Triton."""
-    file = str(ROOT / "tests" / "integration" / "interpreted_backends.py")
-    log = workdir / "backends.log"
-    told = zygote.run(
-        Path(pytest.__file__).with_name("__main__.py"), log, "-p", "no:cacheprovider", file
-    )
-    assert "6 passed" in told
-
-
-@pytest.mark.parametrize(
-    ("way", "exact"), [("triton", EXACT), ("beside", {"impress_bits": "exact"})]
-)
-def test_whole_prefixes_give_the_answers_of_stock(
-    request: pytest.FixtureRequest, stock_triton: Server, way: str, exact: dict[str, Any]
-) -> None:
-    """Whether they load in the pass or beside it."""
-    server: Server = request.getfixturevalue(way)
-    stored = server.store(100, seed=1)
+def test_whole_prefixes_give_the_answers_of_stock(stock_triton: Server, triton: Server) -> None:
+    stored = triton.store(100, seed=1)
     batch = [
         [*stored, *random_tokens(20, seed=2)],
         [*stored, *random_tokens(CHUNK + 10, seed=3)],
         random_tokens(60, seed=4),
     ]
     expected = stock_triton.generate_together(batch, 4, return_logprob=True)
-    actual = server.generate_together(batch, 4, return_logprob=True, **exact)
+    actual = triton.generate_together(batch, 4, return_logprob=True, **EXACT)
     assert_same(expected, actual, 1e-4)
     assert paths(actual)[2] == "computed" and "ssd" in paths(actual)[:2]
-    resident = server.generate(batch[0], 4, return_logprob=True, **exact)
+    resident = triton.generate(batch[0], 4, return_logprob=True, **EXACT)
     assert_same(expected[:1], [resident], 1e-4)
     assert paths([resident]) == ["device"]
-    if way == "beside":
-        few = [server.generate(batch[0], 4, return_logprob=True) for _ in range(2)]
-        assert paths(few) == ["ssd", "device"] and report(few[0])["approximate"]
-        assert_same(few[:1], few[1:], 1e-4)
 
 
 def test_a_request_with_a_damaged_prefix_ends_and_the_next_is_computed(
@@ -125,7 +96,8 @@ def test_parts_of_prefixes_give_the_answers_of_torch_native(
         server.store_prompts(*stored)
     batch = [
         [*stored[0], *random_tokens(16, seed=12)],
-        [*stored[1], *random_tokens(9, seed=13)],
+        # In two chunks.
+        [*stored[1], *random_tokens(CHUNK + 9, seed=13)],
         random_tokens(40, seed=14),
     ]
     expected, actual = (s.generate_together(batch, 4, return_logprob=True) for s in servers)
