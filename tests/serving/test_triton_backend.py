@@ -96,8 +96,7 @@ def test_parts_of_prefixes_give_the_answers_of_torch_native(
         server.store_prompts(*stored)
     batch = [
         [*stored[0], *random_tokens(16, seed=12)],
-        # In two chunks.
-        [*stored[1], *random_tokens(CHUNK + 9, seed=13)],
+        [*stored[1], *random_tokens(9, seed=13)],
         random_tokens(40, seed=14),
     ]
     expected, actual = (s.generate_together(batch, 4, return_logprob=True) for s in servers)
