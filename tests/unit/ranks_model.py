@@ -12,7 +12,7 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from impress_sglang.serving.job_queue import JobQueue, overlapping
@@ -33,29 +33,24 @@ class Reduction:
     """The least of each number over all ranks, which must all ask for it or end their step."""
 
     def __init__(self, size: int) -> None:
-        self._size, self._pool = size, ThreadPoolExecutor(size)
-        self._changed = threading.Condition()
+        self._pool = ThreadPoolExecutor(size)
+        self._all_ask = threading.Barrier(size, self._reduce, timeout=20)
         self._votes: list[Sequence[int]] = []
-        self._ended = 0
         self._result: list[int] = []
-        self._round = 0
         self.count = 0
 
+    def _reduce(self) -> None:
+        votes, self._votes = self._votes, []
+        self._result = [min(own) for own in zip(*votes, strict=True)]
+        self.count += 1
+
     def least(self, numbers: Sequence[int]) -> Sequence[int]:
-        with self._changed:
-            mine = self._round
-            self._votes.append(list(numbers))
-            self._changed.notify_all()
-            if len(self._votes) == self._size:
-                if len({len(own) for own in self._votes}) > 1:
-                    raise Diverged("reductions differ in length")
-                self._result = [min(own) for own in zip(*self._votes, strict=True)]
-                self._votes, self._round, self.count = [], self._round + 1, self.count + 1
-                self._changed.notify_all()
-            self._changed.wait_for(lambda: self._round > mine or self._ended)
-            if self._round == mine:
-                raise Diverged("a rank waits for others that have gone on")
-            return self._result
+        self._votes.append(list(numbers))
+        try:
+            self._all_ask.wait()
+        except (threading.BrokenBarrierError, ValueError) as error:
+            raise Diverged("ranks ask for other numbers, or have gone on") from error
+        return self._result
 
     def begin(self, numbers: Sequence[int]) -> Callable[[], Sequence[int]]:
         return lambda: self.least(numbers)
@@ -67,13 +62,10 @@ class Reduction:
             try:
                 return act(rank)
             finally:
-                with self._changed:
-                    self._ended += 1
-                    self._changed.notify_all()
+                if self._all_ask.n_waiting:
+                    self._all_ask.abort()
 
-        self._ended, self._votes = 0, []
         futures = [self._pool.submit(run, rank) for rank in ranks]
-        wait(futures)
         return [own.result() for own in futures]
 
     def close(self) -> None:

@@ -44,30 +44,6 @@ def test_tokens_are_split_by_their_sources(
     assert split_tokens(num_tokens, **found) == expected
 
 
-def test_totals_are_sums_of_reports() -> None:
-    totals = RequestTotals()
-    assert totals["prompt_tokens"] == split(0, 0, 0, 0, 0, 0)
-    assert totals["requests_decision"] == dict.fromkeys(DECISIONS, 0)
-    first: dict[str, Any] = new_report("impress", 4, 10)
-    second = new_report("impress", 0, 30) | {
-        "tokens": split_tokens(30, loaded=20, unused=5),
-        "path": "ssd",
-        "decision": "load",
-        "approximate": True,
-        "prefix_tokens": 25,
-        "used_tokens": 20,
-        "truncated_tokens": 100,
-    }
-    third = new_report("impress", 0, 7) | {"decision": "recompute"}
-    for report in (first, second, third):
-        totals.add(report)
-    assert totals["prompt_tokens"] == split(4, 0, 20, 0, 5, 18)
-    assert totals["requests_decision"] == {"none": 1, "load": 1, "recompute": 1}
-    names = ("requests", "requests_approximate", "requests_declined", "requests_ssd")
-    assert [totals[own] for own in names] == [3, 1, 1, 1]
-    assert [totals[f"{own}_tokens"] for own in ("prefix", "used", "truncated")] == [29, 24, 100]
-
-
 PROMPT = [*range(100, 400)]
 
 
@@ -226,20 +202,31 @@ def test_all_is_told_of_a_store_that_is_open() -> None:
     assert {name for name, values in told.items() if not values} == reasons
 
 
-def test_tokens_and_decisions_are_counted() -> None:
+def test_totals_are_sums_of_reports_and_told() -> None:
     world = World()
-    report = new_report("impress", 0, 100)
-    tokens = split_tokens(100, resident=10, loaded=50, unused=20)
-    report |= {"tokens": tokens, "decision": "load", "approximate": True}
-    report |= {"path": "ssd", "prefix_tokens": 80, "used_tokens": 60, "truncated_tokens": 9}
-    world.totals.add(report)
-    world.totals.add(new_report("impress", 0, 5))
+    totals = world.totals
+    assert totals["prompt_tokens"] == split(0, 0, 0, 0, 0, 0)
+    assert totals["requests_decision"] == dict.fromkeys(DECISIONS, 0)
+    second = new_report("impress", 0, 30) | {
+        "tokens": split_tokens(30, loaded=20, unused=5),
+        "path": "ssd",
+        "decision": "load",
+        "approximate": True,
+        "prefix_tokens": 25,
+        "used_tokens": 20,
+        "truncated_tokens": 100,
+    }
+    third = new_report("impress", 0, 7) | {"decision": "recompute"}
+    for report in (new_report("impress", 4, 10), second, third):
+        totals.add(report)
     world.tell()
-    found = {own: world.value("prompt_tokens_total", source=own) for own in tokens}
-    assert found == tokens | {"computed": 25}
-    assert world.value("requests_decision_total", decision="load") == 1
-    assert world.value("requests_decision_total", decision="none") == 1
-    assert world.value("requests_decision_total", decision="recompute") == 0
+    tokens, decisions = split(4, 0, 20, 0, 5, 18), {"none": 1, "load": 1, "recompute": 1}
+    assert totals["prompt_tokens"] == tokens and totals["requests_decision"] == decisions
+    assert {own: world.value("prompt_tokens_total", source=own) for own in tokens} == tokens
+    for own, count in decisions.items():
+        assert world.value("requests_decision_total", decision=own) == count
+    names = ("requests", "requests_approximate", "requests_declined", "requests_ssd")
+    assert [totals[own] for own in names] == [3, 1, 1, 1]
     assert world.value("requests_approximate_total") == 1
-    retention = [world.value(f"{own}_tokens_total") for own in ("used", "prefix")]
-    assert retention == [60, 80] and world.value("truncated_tokens_total") == 9
+    for own, count in (("prefix", 29), ("used", 24), ("truncated", 100)):
+        assert totals[f"{own}_tokens"] == world.value(f"{own}_tokens_total") == count
