@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from impress_sglang.storage.files import FileSystem
 from tests.unit import store_factory
 from tests.unit.kv_factory import flip_byte
 from tests.unit.store_factory import (
@@ -64,21 +63,6 @@ def test_nothing_that_a_store_makes_is_open_to_others(tmp_path: Path) -> None:
     gate.opened.set()
     bench.close_all()
     assert open_to_others(tmp_path / "a") == []
-
-
-def test_links_are_not_followed(tmp_path: Path) -> None:
-    files, folder, file = FileSystem(), tmp_path / "folder", tmp_path / "folder" / "file"
-    folder.mkdir()
-    file.write_text("mine")
-    to_folder, to_file = tmp_path / "to folder", tmp_path / "to file"
-    to_folder.symlink_to(folder)
-    to_file.symlink_to(file)
-
-    assert files.list(to_folder) == [] and files.list(folder) == ["file"]
-    with pytest.raises(OSError):
-        files.make_directory(to_folder)
-    with pytest.raises(OSError):
-        files.open(to_file, os.O_RDONLY)
 
 
 def test_salts_are_nowhere_on_the_disk(bench: Workbench) -> None:

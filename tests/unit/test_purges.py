@@ -131,29 +131,6 @@ def test_damaged_pins_are_none(bench: Workbench, store: PrefixStore, content: by
     assert len(bench.reopen(store).pins) == 1
 
 
-def test_a_purge_takes_what_begins_with_a_prefix_and_nothing_else(bench: Workbench) -> None:
-    store = bench.open()
-    for number, count in ((1, 8), (1, 16), (1, 40), (2, 8)):
-        bench.put(store, prompt(number, count))
-    bench.put(store, prompt(1, 16), namespace="salt")
-    before = len(bench.files())
-
-    purged = forget(store, prompt(1, 16))
-
-    assert (purged.tokens, len(purged.segment_ids)) == (32, 2)
-    assert purged.bytes >= 2 * bench.one
-    assert length(store, prompt(1, 40)) == 8 and length(store, prompt(2)) == 8
-    check_rows(store, prompt(1, 16), namespace="salt")
-    wait_until(lambda: len(bench.files()) == before - 2)
-    found = store.losses.find(store.namespace(""), as_tokens(prompt(1, 40)), 0)
-    assert found is None or found.cause is Cause.PURGED
-    store = bench.reopen(store)
-    assert length(store, prompt(1, 40)) == 8
-    assert forget(store, prompt(1, 40)).segment_ids == ()
-    assert forget(store, prompt(9)).segment_ids == ()
-    assert forget(store, prompt(1), "nobody").segment_ids == ()
-
-
 @pytest.mark.parametrize("namespace", ["salt", None])
 def test_a_purge_of_a_namespace_and_of_all(bench: Workbench, namespace: str | None) -> None:
     store = bench.open()

@@ -39,20 +39,6 @@ def test_kvs_that_the_reader_lacks_must_be_stored(bench: Workbench, store: Prefi
     check_rows(store, tokens)
 
 
-def test_writes_are_abandoned_latest_first(bench: Workbench, store: PrefixStore) -> None:
-    """Their slots are wanted back: from now on nobody reads them; see the model as well."""
-    for number in (1, 2, 3):
-        bench.begin(store, prompt(number))
-
-    for _ in range(2):
-        store.writes.abandon()
-        assert bench.abandoned == bench.done == [prompt(3), prompt(2), prompt(1)]
-
-    store.writes.drain()
-    assert len(bench.done) == 3, "each one once"
-    assert store.health.state == "ok"
-
-
 def test_a_write_that_has_read_everything_is_published_although_it_is_abandoned(
     bench: Workbench, store: PrefixStore
 ) -> None:
