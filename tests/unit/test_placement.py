@@ -400,14 +400,3 @@ def test_the_lowest_range_that_fits_is_taken(
         assert set(np.flatnonzero(ids.owned(400)).tolist()) == model.taken
         # As few gaps as possible.
         assert (ids.starts[:-1] + ids.lengths[:-1] < ids.starts[1:]).all()
-
-
-@pytest.mark.parametrize("again", [(0, 4), (2, 1), (1, 2), (9, 1), (4, 2)])
-def test_what_is_free_is_not_given_back(again: tuple[int, int]) -> None:
-    ids = IdRanges()
-    assert [ids.take(3), ids.take(2), ids.take(2)] == [0, 3, 5]
-    ids.give(0, 3)
-    ids.give(5, 2)
-
-    with pytest.raises(AssertionError):
-        ids.give(*again)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -16,18 +13,6 @@ from impress_sglang.store.policies import LoadOptions
 SOME_BITS = st.sampled_from([4.0, 5.0, 8.0]) | st.just(EXACT_BITS)
 SOME_SHARES = st.just(1.0) | st.floats(0.0, 1.0)
 QUALITIES = st.just(EXACT) | st.builds(Quality, st.integers(1, 4), SOME_BITS, SOME_SHARES)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        *((-1, 16.0), (1, 0.0), (1, -5.0), (1, 16.5), (0, 5.0)),
-        *((1, 5.0, -0.1), (1, 5.0, 1.1), (0, 16.0, 0.5)),
-    ],
-)
-def test_a_quality_that_cannot_be(bad: tuple[Any, ...]) -> None:
-    with pytest.raises(AssertionError):
-        Quality(*bad)
 
 
 @given(QUALITIES)

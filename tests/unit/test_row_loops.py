@@ -87,11 +87,6 @@ def test_a_row_is_what_its_description_says(bits: tuple[int, ...], seed: int) ->
     assert bytes(layout.pack(codes, gains)[0].numpy()) == bytes(row)
 
 
-def test_bits_that_do_not_descend_are_refused() -> None:
-    with pytest.raises(AssertionError):
-        RowLayout((3, 4))
-
-
 HEADS, KEY_DIM, VALUE_DIM, ROTATED = 3, 10, 7, 6
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 

@@ -28,7 +28,6 @@ from impress_sglang.storage.segment import (
     read_header,
 )
 from impress_sglang.transfer.wanted import chunk_pages
-from tests.unit import kv_factory as kv
 from tests.unit.kv_factory import make_info, make_shape, random_kvs, random_mapping, write_kvs
 
 FILES = FileSystem()
@@ -308,22 +307,3 @@ def test_sizes_of_a_known_model_with_codes() -> None:
     assert layout.columns_bytes == 1008 * BLOCK
     assert layout.place(1, codes=True)[0] == BLOCK * (1 + 2 * 1008 + 412)
     assert layout.num_blocks == 32 * (1008 + 412)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"num_query_heads": 5},
-        {"exact": False},
-        {"exact": False, "code_bits": 6.0},
-        {"raw_layers": 1},
-        {"raw_layers": 2, "probe_kv_heads": ()},
-        {"probe_kv_heads": (2,)},
-        {"probe_kv_heads": (-1,)},
-        {"probe_kv_heads": (1, 0)},
-        {"probe_kv_heads": (0, 0)},
-    ],
-)
-def test_impossible_shape_is_refused(change: dict[str, object]) -> None:
-    with pytest.raises(AssertionError):
-        dataclasses.replace(kv.make_shape(), **change)
