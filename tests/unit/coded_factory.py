@@ -12,18 +12,14 @@ from torch import Tensor
 
 from impress_sglang.codes.groups.codec import code_keys, code_values, restore
 from impress_sglang.codes.rows.fit import SINK_TOKENS
-from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
-from impress_sglang.storage.segment import OpenSegment
 from impress_sglang.tiers.cache import ChunkCache
-from impress_sglang.tiers.rules import LeastRecentlyUsed, ReplacementRule
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.codecs import plain_codec
 from impress_sglang.transfer.filling import FillStats, SlotFiller
 from impress_sglang.transfer.sources import OpenSpan, WholeSource
-from impress_sglang.transfer.wanted import chunk_pages, most_pages
-from tests.unit.kv_factory import make_info, make_shape, random_kvs, write_kvs
+from tests.unit.kv_factory import cache_of, make_info, make_shape, open_span, random_kvs, write_kvs
 
 SHAPE = make_shape(
     layers=3, query_heads=6, kv_heads=2, key_dim=64, value_dim=32, probe=(), coded=True, raw=1
@@ -58,8 +54,30 @@ def check_pool(pool: Tensor, rows: Tensor, expected: Tensor, *, empty: float = E
     assert (pool[others] == empty).all()
 
 
+class Pools:
+    """Keys and values [slots, G, D] of each layer, which nobody has filled."""
+
+    def __init__(self, shape: KVShape, num_slots: int) -> None:
+        self.keys, self.values = (
+            [
+                torch.full((num_slots, shape.num_kv_heads, dim), EMPTY, dtype=shape.dtype)
+                for _ in range(shape.num_layers)
+            ]
+            for dim in (shape.key_dim, shape.value_dim)
+        )
+
+    def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.keys[layer], self.values[layer]
+
+    def rows(self, slots: Tensor) -> list[Tensor]:
+        return [own[slots] for own in (*self.keys, *self.values)]
+
+    def empty(self, slots: Tensor) -> bool:
+        return all(bool((own == EMPTY).all()) for own in self.rows(slots))
+
+
 class CodedCase:
-    """A prefix over some segments, its exact KVs [L, m, G, D], and what they are in codes."""
+    """A prefix over some segments, and what their KVs are in codes."""
 
     def __init__(
         self,
@@ -70,7 +88,6 @@ class CodedCase:
         shape: KVShape = SHAPE,
         device_pages: int = 0,
         host_pages: int = 0,
-        rule: ReplacementRule | None = None,
         codes: bool = True,
     ) -> None:
         self.shape = shape
@@ -78,30 +95,18 @@ class CodedCase:
         self._codes = codes
         self.pool = BufferPool(64 << 20)
         self.paths, self.spans = [], []
-        keys, values = [], []
         self._coded: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         self.exact = []
         self.cache: ChunkCache | None = None
         for number, part in enumerate(parts):
-            stop = part.num_tokens if part.stop is None else part.stop
             info = make_info(shape, range(part.num_tokens), segment_id=f"segment{number}")
             own = random_kvs(shape, part.num_tokens, seed=number)
             self.paths.append(write_kvs(directory, info, *own))
-            segment = OpenSegment(self.paths[-1], FileSystem(), direct=False)
             if self.cache is None:
-                self.cache = ChunkCache(
-                    BLOCK,
-                    most_pages(segment.layout),
-                    rule or LeastRecentlyUsed(),
-                    device=torch.device("cpu"),
-                    device_bytes=device_pages * BLOCK,
-                    host_bytes=host_pages * BLOCK,
-                )
-            base = self.cache.placement.attach(chunk_pages(segment.layout, codes=codes))
-            self.spans.append((segment, range(part.start, stop), base))
+                self.cache = cache_of(info.layout(), device_pages * BLOCK, host_pages * BLOCK)
+            place = part.start, part.stop
+            self.spans.append(open_span(self.paths[-1], self.cache, *place, codes=codes))
             self.exact.append(own)
-            keys.append(own[0][:, part.start : stop])
-            values.append(own[1][:, part.start : stop])
             for layer in range(shape.num_layers):
                 coded = (
                     restore(code(whole[layer], int(shape.code_bits)))
@@ -110,14 +115,9 @@ class CodedCase:
                 exact = not codes or layer >= shape.first_raw
                 found = (whole[layer].float() for whole in own) if exact else coded
                 self._coded[number, layer] = tuple(found)
-        self.keys, self.values = torch.cat(keys, 1), torch.cat(values, 1)
-        self.num_tokens = self.keys.shape[1]
+        self.num_tokens = sum(len(tokens) for _, tokens, _ in self.spans)
         self.slots = torch.randperm(self.num_tokens + 5)[: self.num_tokens]
-        self.pools = [
-            torch.full((self.num_tokens + 5, shape.num_kv_heads, dim), EMPTY, dtype=shape.dtype)
-            for dim in (shape.key_dim, shape.value_dim)
-            for _ in range(shape.num_layers)
-        ]
+        self.pools = Pools(shape, self.num_tokens + 5)
         self.request()
 
     def request(self) -> None:
@@ -137,11 +137,9 @@ class CodedCase:
         filler = SlotFiller(
             self.shape, torch.device("cpu"), plain_codec(self.shape), kernels=kernels
         )
-        pools = self.layer_pools(layer)
-        filler.fill(layer, self.source, *pools, self.slots, FillStats(), contextlib.nullcontext)
-
-    def layer_pools(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.pools[layer], self.pools[len(self.pools) // 2 + layer]
+        filler.fill(
+            layer, self.source, *self.pools(layer), self.slots, FillStats(), contextlib.nullcontext
+        )
 
     def expected(self, layer: int, spans: Sequence[OpenSpan]) -> list[Tensor]:
         """Keys and values [m, G, D] of the tokens of some spans."""
@@ -157,7 +155,7 @@ class CodedCase:
     def check(self, layer: int) -> None:
         """The slots hold what codes say, and no others were touched."""
         expected = self.expected(layer, self.spans)
-        for pool, rows in zip(self.layer_pools(layer), expected, strict=True):
+        for pool, rows in zip(self.pools(layer), expected, strict=True):
             check_pool(pool, self.slots, rows)
 
     def close(self) -> None:

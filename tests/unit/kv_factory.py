@@ -144,14 +144,15 @@ def make_cache(
     """Caches with room for so many chunks of the largest column."""
     layout = SegmentLayout(dataclasses.replace(shape, code_bits=0.0), chunk_tokens, 1, DISK_BLOCK)
     chunk_bytes = max(own.page_bytes for own in layout.columns)
-    return ChunkCache(
-        DISK_BLOCK,
-        most_pages(layout),
-        rule or LeastRecentlyUsed(),
-        device=torch.device("cpu"),
-        device_bytes=device_chunks * chunk_bytes,
-        host_bytes=host_chunks * chunk_bytes,
-    )
+    return cache_of(layout, device_chunks * chunk_bytes, host_chunks * chunk_bytes, rule)
+
+
+def cache_of(
+    layout: SegmentLayout, device_bytes: int, host_bytes: int, rule: ReplacementRule | None = None
+) -> ChunkCache:
+    sizes = {"device_bytes": device_bytes, "host_bytes": host_bytes}
+    own = rule or LeastRecentlyUsed()
+    return ChunkCache(DISK_BLOCK, most_pages(layout), own, device=torch.device("cpu"), **sizes)
 
 
 def open_span(
@@ -161,16 +162,13 @@ def open_span(
     stop: int | None = None,
     *,
     direct: bool = False,
+    codes: bool = False,
 ) -> OpenSpan:
     """The tokens [start, stop) of a segment file, to the end without `stop`."""
     segment = OpenSegment(path, FileSystem(), direct=direct)
     stop = segment.info.num_tokens if stop is None else stop
-    return segment, range(start, stop), attach(cache, segment.layout)
-
-
-def attach(cache: ChunkCache, layout: SegmentLayout) -> int:
-    """Ids for the chunks of a segment."""
-    return cache.placement.attach(chunk_pages(layout, codes=False))
+    base = cache.placement.attach(chunk_pages(segment.layout, codes=codes))
+    return segment, range(start, stop), base
 
 
 def head_groups_of(shape: KVShape) -> int:

@@ -20,6 +20,7 @@ from impress_sglang.transfer.codecs import Codec, plain_codec
 from impress_sglang.transfer.filling import FillStats, SlotFiller
 from tests.faults import Faults, FaultyFileSystem
 from tests.unit import kv_factory as kv
+from tests.unit.coded_factory import Pools
 from tests.unit.store_factory import Workbench, look_up
 from tests.unit.waiting import wait_until
 
@@ -27,29 +28,7 @@ SHAPE = kv.make_shape(
     layers=3, query_heads=4, kv_heads=2, key_dim=64, value_dim=32, probe=(), coded=True
 )
 CPU = torch.device("cpu")
-# What nobody has written.
-EMPTY = -77.0
 NUM_SLOTS = 600
-
-
-class Pools:
-    def __init__(self, shape: KVShape = SHAPE, num_slots: int = NUM_SLOTS) -> None:
-        self.keys, self.values = (
-            [
-                torch.full((num_slots, shape.num_kv_heads, dim), EMPTY, dtype=shape.dtype)
-                for _ in range(shape.num_layers)
-            ]
-            for dim in (shape.key_dim, shape.value_dim)
-        )
-
-    def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.keys[layer], self.values[layer]
-
-    def rows(self, slots: Tensor) -> list[Tensor]:
-        return [own[slots] for own in (*self.keys, *self.values)]
-
-    def empty(self, slots: Tensor) -> bool:
-        return all(bool((own == EMPTY).all()) for own in self.rows(slots))
 
 
 class Desk:
@@ -67,9 +46,13 @@ class Desk:
         self.bench = Workbench(root, shape, codec)
         options = {"policy": "impress", "io_timeout": 5.0, "readahead": 0.2, **options}
         self.store = self.bench.open(files=FaultyFileSystem(self.faults), **options)
-        self.pools = Pools(shape, num_slots)
-        self.loader = JobLoader(shape, CPU, self.pools, codec=self.bench.codec)
-        self.free = torch.randperm(num_slots)
+        self._num_slots = num_slots
+        self.loader = JobLoader(shape, CPU, lambda layer: self.pools(layer), codec=self.bench.codec)
+        self.empty()
+
+    def empty(self) -> None:
+        """Nobody has any slots."""
+        self.pools, self.free = Pools(self.shape, self._num_slots), torch.randperm(self._num_slots)
 
     def put(self, *all_tokens: Sequence[int], **options: Any) -> None:
         for tokens in all_tokens:
@@ -151,14 +134,12 @@ def restored(store: PrefixStore, job: LoadJob) -> list[Tensor]:
     """What the codes of a job are, read on the thread of the test."""
     source, slots = store.segments.open(job.spans, exact=False), torch.arange(len(job))
     assert source.codes
-    keys, values, filler = [], [], SlotFiller(SHAPE, CPU, plain_codec(SHAPE))
+    pools, filler = Pools(SHAPE, len(job)), SlotFiller(SHAPE, CPU, plain_codec(SHAPE))
     for layer in range(SHAPE.num_layers):
-        for rows, dim in ((keys, SHAPE.key_dim), (values, SHAPE.value_dim)):
-            rows.append(torch.full((len(job), SHAPE.num_kv_heads, dim), EMPTY, dtype=SHAPE.dtype))
-        filler.fill(layer, source, keys[-1], values[-1], slots, FillStats(), nullcontext)
+        filler.fill(layer, source, *pools(layer), slots, FillStats(), nullcontext)
         source.end_layer(layer)
     store.close_source(source)
-    return [*keys, *values]
+    return pools.rows(slots)
 
 
 class Closable(Protocol):

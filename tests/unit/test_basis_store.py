@@ -29,7 +29,7 @@ from impress_sglang.transfer.basis_codec import WORST_FIT, BasisCodec, RowRestor
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
 from tests.unit.basis_factory import codec_for, decode_layer
-from tests.unit.load_desk import Desk, Pools, made_in
+from tests.unit.load_desk import Desk, made_in
 from tests.unit.store_factory import look_up, prompt
 
 PLAIN = kv.make_shape(
@@ -41,7 +41,7 @@ SHAPE = shape_by(CODEC.basis, PLAIN)
 ALONE = dataclasses.replace(SHAPE, exact=False)
 CPU = torch.device("cpu")
 FEW = KVClass(SHAPE.code_bits)
-NUM_SLOTS, EMPTY = 4000, -77.0
+NUM_SLOTS = 4000
 FIRST = prompt(1, 90)
 SECOND = (*FIRST, *prompt(2, 80))
 LONG = prompt(3, 1700)
@@ -58,8 +58,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 def load(desk: Desk, tokens: Sequence[int], own: KVClass = FEW, start: int = 0) -> LoadJob:
     """Into pools that are empty."""
-    desk.free = torch.randperm(NUM_SLOTS)
-    desk.pools = desk.loader._layers = Pools(desk.shape, NUM_SLOTS)
+    desk.empty()
     return desk.load(tokens, own, start)
 
 

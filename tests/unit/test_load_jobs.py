@@ -24,7 +24,7 @@ from impress_sglang.transfer.filling import SlotFiller
 from tests.faults import Rule
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
-from tests.unit.load_desk import CPU, NUM_SLOTS, SHAPE, Desk, Pools, made_in
+from tests.unit.load_desk import CPU, SHAPE, Desk, made_in
 from tests.unit.store_checks import check_store
 from tests.unit.store_factory import look_up, prompt
 from tests.unit.waiting import wait_until
@@ -64,8 +64,7 @@ def test_slots_get_what_the_other_loader_would_put_there(
     desk = make(**caches)
     desk.put(FIRST, SECOND, OTHER)
     for own in CLASSES:
-        desk.free = torch.randperm(NUM_SLOTS)
-        desk.pools = desk.loader._layers = Pools()
+        desk.empty()
         for tokens, start in ((OTHER, 0), (SECOND, 0), (SECOND, 72), (FIRST, 16), (OTHER, 149)):
             job = desk.load(tokens, own, start)
             desk.check(job)
@@ -160,7 +159,7 @@ class TestRevoking:
         desk.load(OTHER, KVClass(6.0))
         for number in range(60):
             own = CLASSES[number % 2]
-            desk.free = torch.randperm(NUM_SLOTS)
+            desk.empty()
             job = desk.begin(OTHER, own)
             time.sleep(number * 4e-5)
             job.revoke()
