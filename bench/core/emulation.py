@@ -6,6 +6,7 @@ delivered it. All engines of a file system share the drive, which serves reads o
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -18,68 +19,46 @@ from impress_sglang.storage.layout import BLOCK_BYTES
 # What an idle drive may be ahead of its rate: it makes up for threads that wake up late. With 2 ms
 # short reads were so much faster that the costs learnt from them were those of a drive of 2.5 times
 # the rate.
-BURST_SECONDS = 2e-4
+BURST_NS = 200_000
 # What is begun on a slow drive: little, because what a layer waits for comes after it.
 SLOW_BYTES = 256 << 10
-_LONGEST_WAIT = 3600.0
 
 
 class Drive:
-    """Passes bytes in the order in which they were asked for, at a rate; several threads."""
+    """Says when reads end that are served one after another, at a rate; several threads."""
 
     def __init__(self) -> None:
         """As fast as the real one, until a rate is set."""
         self._changed = threading.Condition()
-        self._rate = 0.0
-        # Bytes in all, the second ones at the time `_since`.
-        self._asked = 0
-        self._passed = 0.0
-        self._since = 0.0
-
-    @property
-    def limited(self) -> bool:
-        """Whether there is a rate at all."""
-        return self._rate > 0
+        self.rate = 0.0
+        # When all ends that was asked for.
+        self._free_at = 0
 
     def set_rate(self, bytes_per_second: float) -> None:
-        """Change the rate, also of what was asked for; 0 lets everything pass."""
-        assert bytes_per_second >= 0
+        """Change the rate of what is asked for from now on; 0 also ends what is being read."""
         with self._changed:
-            self._advance()
-            self._rate = bytes_per_second
+            self.rate, self._free_at = bytes_per_second, 0
             self._changed.notify_all()
 
     def ask(self, sizes: Integers) -> Integers:
-        """Ask for reads of so many bytes; returns for each where it ends, as a place to pass."""
+        """Ask for reads of so many bytes; returns for each when it ends, in ns of `now`."""
         with self._changed:
-            self._advance()
-            ends = self._asked + np.cumsum(sizes)
-            self._asked = int(ends[-1]) if len(ends) else self._asked
+            if not self.rate:
+                return np.zeros_like(sizes)
+            begin = max(self._free_at, time.monotonic_ns() - BURST_NS)
+            ends = begin + (np.cumsum(sizes) / self.rate * 1e9).astype(np.int64)
+            self._free_at = int(ends.max(initial=self._free_at))
             return ends
 
-    def passed(self) -> float:
-        """The place up to which all has passed."""
-        with self._changed:
-            self._advance()
-            return self._passed
+    def now(self) -> int:
+        """What ended before it has passed."""
+        return time.monotonic_ns() if self.rate else sys.maxsize
 
     def wait(self, end: int) -> None:
-        """Wait until a place has passed."""
+        """Wait until a read has ended."""
         with self._changed:
-            self._advance()
-            while self._passed < end:
-                seconds = (end - self._passed) / self._rate
-                self._changed.wait(min(seconds, _LONGEST_WAIT))
-                self._advance()
-
-    def _advance(self) -> None:
-        now = time.monotonic()
-        if self._rate:
-            ready = self._passed + (now - self._since) * self._rate
-            self._passed = min(ready, self._asked + self._rate * BURST_SECONDS)
-        else:
-            self._passed = self._asked
-        self._since = now
+            while (left := end - self.now()) > 0:
+                self._changed.wait(min(left / 1e9, threading.TIMEOUT_MAX))
 
 
 class SlowEngine:
@@ -101,7 +80,7 @@ class SlowEngine:
     @property
     def depth(self) -> int:
         """See `BlockEngine.depth`; less while the drive is slow and reads are large."""
-        if not self._drive.limited:
+        if not self._drive.rate:
             return self._engine.depth
         return min(self._engine.depth, max(2, SLOW_BYTES // self._largest))
 
@@ -120,7 +99,7 @@ class SlowEngine:
 
     def finish(self, at_least: int = 1) -> tuple[Integers, Integers]:
         """See `BlockEngine.finish`."""
-        while (passed := self._arrived[0] <= self._drive.passed()).sum() < at_least:
+        while (passed := self._arrived[0] <= self._drive.now()).sum() < at_least:
             if self._reading:
                 self._collect(max(1, at_least - len(passed)))
             else:
@@ -150,7 +129,7 @@ class SlowFileSystem(FileSystem):
         self.set_rate(mbps)
 
     def set_rate(self, mbps: float) -> None:
-        """Read no faster than this from now on, also what is being read; 0: as fast as it goes."""
+        """Read no faster than this from now on; 0: as fast as it goes, also what is being read."""
         self._drive.set_rate(mbps * 1e6)
 
     def engine(self, name: str, depth: int) -> BlockEngine:
