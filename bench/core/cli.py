@@ -10,7 +10,6 @@ import importlib
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from bench.core.options import parse
@@ -51,18 +50,10 @@ def main(given: Sequence[str]) -> int:
 
 
 def overview() -> str:
-    """What there is, a sentence each."""
+    """What there is: the first sentence of each module's docstring, without importing it."""
     lines = ["python -m bench NAME [--quick] [--json FILE] [...]   (NAME --help)"]
-    for room, names in ROOMS.items():
-        lines += ["", f"{room}: {_sentence(f'bench.{room}')}"]
-        lines += [f"  {name:12} {_sentence(MODULES[name])}" for name in names]
+    for name, module in MODULES.items():
+        path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+        told = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        lines.append(f"  {name:12} {' '.join(told.split('.')[0].split())}.")
     return "\n".join(lines)
-
-
-def _sentence(module: str) -> str:
-    """The first of a module's docstring, without importing it."""
-    path = ROOT / Path(*module.split("."))
-    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    told = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
-    assert told is not None
-    return told.partition("\n\n")[0].replace("\n", " ")

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.core.session import ROOT, BenchFailed
 
@@ -19,8 +18,7 @@ Row = Mapping[str, Any]
 Tokenize = Callable[[str], list[int]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Question:
+class Question(NamedTuple):
     """A question, which ends where its answer begins, with options."""
 
     text: str
@@ -50,21 +48,6 @@ def read_rows(folder: Path | None, name: str) -> list[Row]:
         raise BenchFailed(f"no data set {name!r} (a folder with .jsonl files) in {where}")
     lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     return [json.loads(line) for line in lines if line.strip()]
-
-
-def fitting_shots(shots: Iterable[Question], tokenize: Tokenize, room: int) -> list[Question]:
-    """As many as fit into so many tokens, each with a separator.
-
-    Raises:
-        BenchFailed: there are no more.
-    """
-    chosen: list[Question] = []
-    for question in shots:
-        room -= len(tokenize(SEPARATOR + question.shot))
-        if room < 0:
-            return chosen
-        chosen.append(question)
-    raise BenchFailed(f"too few rows: {room} tokens of a prefix are left")
 
 
 def _copa(row: Row) -> Question:
@@ -115,17 +98,6 @@ def kv_bytes_per_token(model: Path, dtype: str) -> int:
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     item_bytes = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
     return int(config["num_hidden_layers"] * 2 * kv_heads * head_dim * item_bytes)
-
-
-def make_model(folder: Path, **sizes: int) -> Path:
-    """Save a Llama with random weights in float32; returns its folder."""
-    import torch
-    import transformers
-
-    torch.manual_seed(1)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
-    model.save_pretrained(folder)
-    return folder
 
 
 def load_tokenize(model: Path) -> Tokenize:

@@ -13,9 +13,9 @@ from typing import Any
 class Option:
     """An option `--name`; its default gives the type of its value.
 
-    False is a flag, a tuple is values between commas, a path belongs to this machine and is left
-    out of the recorded command. `parse` replaces the default's type (of one value, in a tuple),
-    `quick` the default with `--quick`; a `repeated` option gathers a list.
+    A tuple is values between commas, a path belongs to this machine and is left out of the
+    recorded command. `parse` replaces the default's type (of one value, in a tuple), `quick` the
+    default with `--quick`; a `repeated` option gathers a list.
     """
 
     name: str
@@ -25,33 +25,25 @@ class Option:
     parse: Callable[[str], Any] | None = None
     repeated: bool = False
 
-    def add_to(self, parser: argparse.ArgumentParser) -> None:
-        """Declare it; the default is filled in later, when it is known whether the run is quick."""
-        told, how = self.help, {"type": self._value, "metavar": "X"}
+    def add_to(self, parser: argparse.ArgumentParser, quick: bool) -> None:
+        """Declare it, for a quick run or a full one."""
+        told, how = self.help, dict[str, Any]()
         if self.repeated:
-            how["action"] = "append"
-        elif self.default is False:
-            how = {"action": "store_true"}
-        elif self.default not in (None, ()):
-            quick = "" if self.quick is None else f", with --quick {_shown(self.quick)}"
-            told += f" ({_shown(self.default)}{quick})".replace("%", "%%")
+            how |= {"action": "append", "default": [], "metavar": "X"}
+        else:
+            own = self.quick if quick and self.quick is not None else self.default
+            how |= {"type": self._value, "default": own, "metavar": "X"}
+            if own not in (None, ()):
+                shown = ",".join(map(str, own)) if isinstance(own, tuple) else own
+                told = f"{told} ({shown})".replace("%", "%%")
         parser.add_argument(f"--{self.name}", help=told, **how)
 
     def _value(self, text: str) -> Any:
-        if isinstance(self.default, tuple):
-            return tuple(dict.fromkeys(map(self._one, text.split(","))))
-        return self._one(text)
-
-    def _one(self, text: str) -> Any:
         several = isinstance(self.default, tuple)
-        kind = self.parse or (str if self.repeated else None)
-        value = (kind or type(self.default[0] if several else self.default))(text)
-        if isinstance(value, int) and value < 0:
-            raise argparse.ArgumentTypeError("must not be negative")
-        return value
+        kind = self.parse or type(self.default[0] if several else self.default)
+        return tuple(dict.fromkeys(map(kind, text.split(",")))) if several else kind(text)
 
 
-QUICK = Option("quick", False, "small and short: whether it works, not how fast it is")
 JSON = Option("json", None, "write all figures to this file", parse=Path)
 KEEP = Option("keep", None, "work in this empty folder, and keep it with all logs", parse=Path)
 SEED = Option("seed", 1, "of all that is drawn")
@@ -74,35 +66,22 @@ def one_of(known: Collection[str]) -> Callable[[str], str]:
     return parse
 
 
-def bounds(text: str) -> tuple[int, int]:
-    """`LOW-HIGH`, or one number for both."""
-    low, _, high = text.partition("-")
-    found = int(low), int(high or low)
-    if not 1 <= found[0] <= found[1]:
-        raise argparse.ArgumentTypeError(f"{text!r} is no range of positive numbers")
-    return found
-
-
 def parse(
     name: str, description: str | None, options: Sequence[Option], given: Sequence[str]
 ) -> argparse.Namespace:
     """The values of all options; `command` gives the same run on any machine."""
-    options = [QUICK, *options, JSON]
+    options = [*options, JSON]
     parser = argparse.ArgumentParser(
         prog=f"python -m bench {name}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    quick = "small and short: whether it works, not how fast it is"
+    parser.add_argument("--quick", action="store_true", help=quick)
     for option in options:
-        option.add_to(parser)
+        option.add_to(parser, "--quick" in given)
     args = parser.parse_args(given)
-    for option in options:
-        key = option.name.replace("-", "_")
-        if getattr(args, key) is None:
-            quick = args.quick and option.quick is not None
-            default = option.quick if quick else option.default
-            setattr(args, key, [] if option.repeated else default)
     kept, words = [f"python -m bench {name}"], iter(given)
     places = {f"--{option.name}" for option in options if option.parse is Path}
     for word in words:
@@ -113,7 +92,3 @@ def parse(
             next(words, None)
     args.command = " ".join(kept)
     return args
-
-
-def _shown(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,30 +24,23 @@ PACKAGES = ("torch", "sglang", "impress-sglang", "numpy", "numba", "triton")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Column:
-    """A column: of each row a key, or what is computed from the row, in a form; None is a dash."""
-
-    heading: str
-    value: str | Callable[[Row], Any]
-    form: str = "{}"
-
-    def cell(self, row: Row) -> str:
-        """What stands in a row."""
-        value = row.get(self.value) if isinstance(self.value, str) else self.value(row)
-        return "-" if value is None else self.form.format(value)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under columns, the first of which is aligned to the left, and a caption below."""
+    """Rows, of which these columns are shown, or all but lists and dicts, and a caption below.
 
-    columns: Sequence[Column]
+    The first column is aligned to the left; None, and what a row lacks, is a dash.
+    """
+
     rows: Sequence[Row]
+    columns: Sequence[str] = ()
     caption: str = ""
 
     def __str__(self) -> str:
-        lines = [[column.heading for column in self.columns]]
-        lines += [[column.cell(row) for column in self.columns] for row in self.rows]
+        cells = (own for row in self.rows for own in row.items())
+        plain = (key for key, value in cells if not isinstance(value, list | dict))
+        keys = self.columns or list(dict.fromkeys(plain))
+        lines = [[key.replace("_", " ") for key in keys]]
+        found = ([row.get(key) for key in keys] for row in self.rows)
+        lines += [["-" if own is None else str(own) for own in row] for row in found]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         shown = [
             "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
@@ -62,16 +56,10 @@ class Result:
 
     figures: Mapping[str, Any]
     tables: Sequence[Table] = ()
-    notes: Sequence[str] = ()
-
-
-def plain(*keys: str, **forms: str) -> list[Column]:
-    """Columns whose headings are their keys; `forms` by key."""
-    return [Column(key.replace("_", " "), key, forms.get(key, "{}")) for key in keys]
 
 
 def publish(args: argparse.Namespace, result: Result, *, seconds: int) -> None:
-    """Print the tables and notes, and write the JSON that was asked for."""
+    """Print the tables, and write the JSON that was asked for."""
     whole = {
         "command": args.command,
         "machine": describe_machine(),
@@ -80,19 +68,21 @@ def publish(args: argparse.Namespace, result: Result, *, seconds: int) -> None:
     }
     if args.json:
         args.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    print("\n\n".join(map(str, [*result.tables, *result.notes])))
+    print("\n\n".join(map(str, result.tables)))
 
 
 def describe_machine() -> dict[str, object]:
     """Processor, cores, memory, GPU and versions, for the record beside every figure."""
+    cpu = re.search("model name\\s*: (.*)", Path("/proc/cpuinfo").read_text())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     found: dict[str, object] = {
-        "cpu": _processor(),
+        "cpu": cpu[1] if cpu else platform.processor(),
         "cores": os.cpu_count(),
         "memory_gib": round(memory / 2**30),
         "python": platform.python_version(),
-        **{name: _version(name) for name in PACKAGES},
     }
+    installed = importlib.metadata.distributions()
+    found |= {own.name: own.version for own in installed if own.name in PACKAGES}
     import torch
 
     if torch.cuda.is_available():
@@ -129,17 +119,3 @@ def interval(
     means = np.mean([resampled(np.asarray(values)) for values in strata], axis=0)
     low, high = np.percentile(means, [2.5, 97.5])
     return float(low), float(high)
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
-import shutil
 import signal
 import threading
 import time
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import requests
+from requests.adapters import HTTPAdapter
 
 from bench.core.session import BenchFailed, ReservedPort, step, work_folder
 from bench.core.zygote import Zygote
@@ -109,27 +110,13 @@ def store_flags(store: Path) -> list[str]:
     ]
 
 
-def link_store(source: Path, target: Path) -> None:
-    """Make a store with the same prefixes: segments, which never change, are hard links.
-
-    The journal is copied, since servers write to it; a lock belongs to one directory.
-    """
-    for path in sorted(source.rglob("*")):
-        copy = target / path.relative_to(source)
-        if path.is_dir():
-            copy.mkdir(parents=True, exist_ok=True)
-        elif "segments" in path.relative_to(source).parts:
-            os.link(path, copy)
-        elif path.name != "lock":
-            shutil.copy2(path, copy)
-
-
 @contextlib.contextmanager
 def servers(args: argparse.Namespace, show: Step = step) -> Iterator[Servers]:
     """What starts servers, in the folder of `--keep` or a temporary one."""
     threads = str(len(os.sched_getaffinity(0)))
     whole = {"OMP_NUM_THREADS": threads, **os.environ, "HF_HUB_OFFLINE": "1"}
-    with work_folder(args.keep) as folder, contextlib.closing(Zygote(whole)) as zygote:
+    zygote = Zygote(whole)
+    with work_folder(args.keep) as folder:
         yield Servers(folder, zygote, show)
 
 
@@ -151,7 +138,10 @@ class RunningServer:
         self.process = process
         self.log = log
         self.url = f"http://127.0.0.1:{port}"
-        self._local = threading.local()
+        self._session = requests.Session()
+        # A proxy of the environment does not know this machine's loopback.
+        self._session.trust_env = False
+        self._session.mount("http://", HTTPAdapter(pool_maxsize=100))
 
     @property
     def pid(self) -> int:
@@ -168,9 +158,9 @@ class RunningServer:
         Raises:
             BenchFailed: it ended, or did not answer in time; with the end of its log.
         """
-        if not wait(START_SECONDS, lambda: self._is_ready() or not self.process.alive()):
+        if not wait(START_SECONDS, lambda: self._is_ready() or not self.process.is_alive()):
             raise BenchFailed(f"no answer from a server in {START_SECONDS} s{self._log_end()}")
-        if not self.process.alive():
+        if not self.process.is_alive():
             raise BenchFailed(f"a server ended while it started{self._log_end()}")
 
     def stream(
@@ -220,13 +210,13 @@ class RunningServer:
         """Let the server finish its writes and close its store."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGTERM)
-        wait(STOP_SECONDS, lambda: not self.process.alive())
+        wait(STOP_SECONDS, lambda: not self.process.is_alive())
 
     def kill(self) -> None:
         """End the server and all that it started, at once."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        wait(STOP_SECONDS, lambda: not self.process.alive())
+        wait(STOP_SECONDS, lambda: not self.process.is_alive())
 
     def request(
         self, method: str, path: str, *, timeout: float = REQUEST_SECONDS, **how: Any
@@ -242,16 +232,6 @@ class RunningServer:
         except requests.RequestException as error:
             raise BenchFailed(f"{method} {path} failed: {error}{self._log_end()}") from error
         return response
-
-    @property
-    def _session(self) -> requests.Session:
-        """One for each thread."""
-        if not hasattr(self._local, "session"):
-            self._local.session = requests.Session()
-            # A proxy of the environment does not know this machine's loopback.
-            self._local.session.trust_env = False
-        session: requests.Session = self._local.session
-        return session
 
     def _is_ready(self) -> bool:
         try:
@@ -288,22 +268,14 @@ class Server(RunningServer):
         return answer
 
     def generate_together(
-        self,
-        prompts: Sequence[Sequence[int]],
-        at_once: int,
-        custom: Mapping[str, Any] | None = None,
-        new_tokens: int = 1,
-    ) -> list[tuple[float, dict[str, Any]]]:
-        """Greedy generation for each prompt, so many at a time.
+        self, prompts: Sequence[Sequence[int]], at_once: int, new_tokens: int = 1
+    ) -> list[float]:
+        """Greedy generation for each prompt, so many at a time; seconds until each answer."""
 
-        Returns:
-            Seconds until each answer, and the answer.
-        """
-
-        def ask(tokens: Sequence[int]) -> tuple[float, dict[str, Any]]:
+        def ask(tokens: Sequence[int]) -> float:
             began = time.perf_counter()
-            answer = self.generate(tokens, new_tokens, custom=custom)
-            return time.perf_counter() - began, answer
+            self.generate(tokens, new_tokens)
+            return time.perf_counter() - began
 
         with ThreadPoolExecutor(at_once) as pool:
             return list(pool.map(ask, prompts))
@@ -327,6 +299,54 @@ class Server(RunningServer):
         self.request("POST", "/bench/reorder")
         if not wait(REORDER_SECONDS, lambda: not self.stats()["reorder"]["pending"]):
             raise BenchFailed(f"reordering took more than {REORDER_SECONDS} s")
+
+
+class Stream:
+    """An answer that is streamed by a thread; see `Server.stream`."""
+
+    def __init__(self, server: RunningServer, *asked: Any) -> None:
+        self.came: list[Piece] = []
+        self._changed = threading.Condition()
+        self._error: BenchFailed | None = None
+        self._ended = False
+        self._pieces = server.stream(*asked)
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def wait(self, tokens: int) -> None:
+        """Until so many have come, or it has ended."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._ended or bool(self.came and self.came[-1].tokens >= tokens)
+            )
+
+    def join(self) -> Sequence[Piece]:
+        """Wait until it has ended.
+
+        Raises:
+            BenchFailed: it did not end well.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self.came
+
+    def _follow(self) -> None:
+        try:
+            for piece in self._pieces:
+                with self._changed:
+                    self.came.append(piece)
+                    self._changed.notify_all()
+        except BenchFailed as error:
+            self._error = error
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+
+def gaps_of(came: Sequence[Piece]) -> list[float]:
+    """Seconds between pieces."""
+    return [after.at - before.at for before, after in itertools.pairwise(came)]
 
 
 def body_of(

@@ -49,9 +49,9 @@ def work_folder(keep: Path | None, parent: Path | None = None) -> Iterator[Path]
         with tempfile.TemporaryDirectory(prefix="bench-", dir=parent) as folder:
             yield Path(folder)
         return
-    if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-        raise BenchFailed(f"--keep {keep} must be an empty folder, or not exist")
     keep.mkdir(parents=True, exist_ok=True)
+    if any(keep.iterdir()):
+        raise BenchFailed(f"{keep} must be an empty folder, or not exist")
     yield keep.resolve()
 
 

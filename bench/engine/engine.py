@@ -6,9 +6,9 @@ the last layers are there, which is not done here). Files are real ones in --ssd
 O_DIRECT where there is that; --ssd-mbps slows the drive down. All policies serve the same requests
 one at a time, on the same prefixes, of normally distributed popularity.
 
-  recompute  prefix and question are computed
+  recompute  prefix and question are computed, of the first six requests
   as         the exact prefix is loaded
-  impress    the prefix in --bits
+  impress    the prefix in few bits
 
 The warm-up loads and runs no model. Cache sizes are shares of the KVs of all prefixes. Columns:
 TTFT in ms, of it what loading took, and of that finding and opening the prefix and waiting for the
@@ -28,13 +28,12 @@ import numpy as np
 import torch
 
 from bench.core.emulation import SlowFileSystem
-from bench.core.options import SEED, Option, bounds, one_of
-from bench.core.report import Result, Row, Table, plain, ratio
+from bench.core.options import SEED, Option, one_of
+from bench.core.report import Result, Row, Table, ratio
 from bench.core.session import BenchFailed, step, work_folder
 from bench.engine.model import MODELS, Model
 from bench.policies.trace import MIN_SIGMA, draw_prefixes
 from impress_sglang.config import ImpressConfig
-from impress_sglang.options import BITS, USUAL_BITS
 from impress_sglang.storage.files import install
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.store import PrefixStore
@@ -45,25 +44,21 @@ from impress_sglang.transfer.sources import ReadStats
 from impress_sglang.transfer.warm_up import warm_up
 
 POLICIES = ("recompute", "as", "impress")
-CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+RECOMPUTED = 6
 OPTIONS = (
     Option("policies", POLICIES, "to compare", parse=one_of(POLICIES)),
     Option("models", ("llama-3-8b",), f"of {', '.join(MODELS)}", parse=one_of(MODELS)),
-    Option("bits", USUAL_BITS, f"of {', '.join(f'{own:g}' for own in BITS)}"),
     Option("device-share", 0.166, "device cache, of all KVs"),
     Option("host-share", 0.531, "host cache, of all KVs"),
-    Option("readahead", ImpressConfig().readahead, "0: nothing is read ahead"),
     Option("scale", 1.0, "heads, FFN and vocabulary in shares of the model's", quick=0.25),
     Option("layers", None, "instead of the model's", quick=3, parse=int),
-    Option("distinct-layers", 4, "with weights of their own"),
-    Option("device", "cuda" if CUDA else "cpu", "of torch"),
-    Option("dtype", "bfloat16" if CUDA else "float32", "of the model"),
     Option("prefixes", 6, "number of prefixes", quick=4),
-    Option("prefix-tokens", None, "LOW-HIGH (2000-10000)", quick=(350, 700), parse=bounds),
+    Option("prefix-tokens", (2000, 10_000), "of the shortest and the longest", quick=(350, 700)),
     Option("new-tokens", 64, "of a question", quick=32),
     Option("warmup", 96, "loads that fill the caches", quick=20),
     Option("requests", 20, "measured requests", quick=6),
-    Option("recompute-requests", 6, "how many of these recompute runs", quick=2),
     Option("ssd-dir", None, "on the drive that is meant", parse=Path),
     Option("ssd-mbps", 0.0, "emulate a slower drive; 0: the real one", quick=20.0),
     SEED,
@@ -87,31 +82,23 @@ def run(args: argparse.Namespace) -> Result:
         shape, lengths = found["model"], found["lengths"]
         caption = (
             f"{name}: {shape['layers']} layers, {shape['query_heads']} query and "
-            f"{shape['kv_heads']} KV heads, {args.dtype} on {args.device}; {len(lengths)} prefixes "
+            f"{shape['kv_heads']} KV heads, {DTYPE} on {DEVICE}; {len(lengths)} prefixes "
             f"of {min(lengths)} to {max(lengths)} tokens, {found['kv_bytes'] / 1e9:.2f} GB of KVs"
         )
-        shown = plain(*(key for key in found["rows"][0] if key != "all_ms"))
-        tables.append(Table(shown, found["rows"], caption))
+        tables.append(Table(found["rows"], caption=caption))
     return Result({"emulated_ssd_mbps": args.ssd_mbps or None, "cells": cells}, tables)
 
 
 def measure(args: argparse.Namespace, name: str, folder: Path) -> dict[str, Any]:
     """The figures of all policies with one model."""
-    rng, dtype = np.random.default_rng(args.seed), getattr(torch, args.dtype)
+    rng = np.random.default_rng(args.seed)
     shape = MODELS[name].scaled(args.scale, args.layers)
-    ends = args.prefix_tokens or (2000, 10_000)
+    ends = min(args.prefix_tokens), max(args.prefix_tokens)
     lengths = rng.permutation(np.linspace(*ends, args.prefixes).round().astype(int)).tolist()
     sigma = max(MIN_SIGMA, args.prefixes / 4)
     asked = draw_prefixes(args.warmup + args.requests, args.prefixes, sigma, rng)
-    model = Model(
-        shape,
-        torch.device(args.device),
-        dtype,
-        rows=max(lengths) + args.new_tokens,
-        distinct_layers=args.distinct_layers,
-        seed=args.seed,
-    )
-    kv_shape = shape.kv_shape(dtype, args.bits)
+    model = Model(shape, DEVICE, DTYPE, max(lengths) + args.new_tokens, args.seed)
+    kv_shape = shape.kv_shape(DTYPE)
     kv_bytes = sum(lengths) * kv_shape.token_bytes * shape.layers
     files = SlowFileSystem()
     install(files)
@@ -126,7 +113,6 @@ def measure(args: argparse.Namespace, name: str, folder: Path) -> dict[str, Any]
             min_free_gb=0.0,
             device_gb=args.device_share * kv_bytes / 1e9,
             host_gb=args.host_share * kv_bytes / 1e9,
-            readahead=args.readahead,
         )
         files.set_rate(0)
         store = PrefixStore(config, IDENTITY, kv_shape, model.device, codec=codec)
@@ -134,12 +120,12 @@ def measure(args: argparse.Namespace, name: str, folder: Path) -> dict[str, Any]
             if not number:
                 for prefix, length in enumerate(lengths):
                     save(store, model, tokens_of(prefix, length))
-            engine = Engine(model, store, policy, args)
+            engine = Engine(model, store, policy, args.new_tokens)
             measured = asked[args.warmup :]
             if policy == "recompute":
                 # The first request is only to grow buffers.
                 engine.serve(tokens_of(measured[0], lengths[measured[0]]))
-                measured = measured[: args.recompute_requests]
+                measured = measured[:RECOMPUTED]
             else:
                 for prefix in asked[: args.warmup]:
                     engine.load(tokens_of(prefix, lengths[prefix]))
@@ -148,7 +134,7 @@ def measure(args: argparse.Namespace, name: str, folder: Path) -> dict[str, Any]
             engine.reads, engine.plan_seconds = ReadStats(), 0.0
             found = [engine.serve(tokens_of(prefix, lengths[prefix])) for prefix in measured]
             rows.append(make_row(policy, found, engine))
-    figures = {"dtype": args.dtype, "device": args.device, "lengths": lengths, "rows": rows}
+    figures = {"dtype": str(DTYPE), "device": str(DEVICE), "lengths": lengths, "rows": rows}
     return {"model": dataclasses.asdict(shape), "kv_bytes": kv_bytes, **figures}
 
 
@@ -179,15 +165,13 @@ def save(store: PrefixStore, model: Model, tokens: Tokens) -> None:
 class Engine:
     """A model in front of a store, under one policy."""
 
-    def __init__(
-        self, model: Model, store: PrefixStore, policy: str, args: argparse.Namespace
-    ) -> None:
+    def __init__(self, model: Model, store: PrefixStore, policy: str, new_tokens: int) -> None:
         self._model, self._store = model, store
         self._computes = policy == "recompute"
         self._exact = policy != "impress"
-        shape = model.shape.kv_shape(model.dtype, args.bits)
+        shape = model.shape.kv_shape(model.dtype)
         self._filler = SlotFiller(shape, model.device, plain_codec(shape))
-        self._new = torch.arange(args.new_tokens, device=model.device)
+        self._new = torch.arange(new_tokens, device=model.device)
         self.reads = ReadStats()
         """Of all loads."""
         self.plan_seconds = 0.0

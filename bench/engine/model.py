@@ -15,6 +15,8 @@ from torch.nn import functional
 from impress_sglang.options import USUAL_BITS
 from impress_sglang.storage.layout import KVShape
 
+DISTINCT_LAYERS = 4
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -48,10 +50,10 @@ class ModelShape:
             vocabulary=max(8, round(self.vocabulary * scale)),
         )
 
-    def kv_shape(self, dtype: torch.dtype, bits: float = USUAL_BITS) -> KVShape:
-        """How a store sees the model, with codes of so many bits."""
+    def kv_shape(self, dtype: torch.dtype) -> KVShape:
+        """How a store sees the model."""
         heads = self.query_heads, self.kv_heads
-        return KVShape(self.layers, *heads, self.head_dim, self.head_dim, dtype, (), bits)
+        return KVShape(self.layers, *heads, self.head_dim, self.head_dim, dtype, (), USUAL_BITS)
 
 
 MODELS = {
@@ -69,16 +71,9 @@ class Model:
     """Random layers of a shape on one device, and a pool with room for one request."""
 
     def __init__(
-        self,
-        shape: ModelShape,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        rows: int,
-        distinct_layers: int,
-        seed: int,
+        self, shape: ModelShape, device: torch.device, dtype: torch.dtype, rows: int, seed: int
     ) -> None:
-        """Layer i has the weights of layer i modulo `distinct_layers`; `rows`: of the pool."""
+        """A pool with so many rows; layer i has the weights of layer i modulo 4."""
         self.shape, self.device, self.dtype = shape, device, dtype
         self._generator = torch.Generator(device).manual_seed(seed)
         inner, size = shape.query_heads * shape.head_dim, (rows, shape.kv_heads, shape.head_dim)
@@ -86,7 +81,7 @@ class Model:
         # Queries, keys and values in one; what attention gives; gate and up in one; down.
         sizes = (both, shape.hidden), (shape.hidden, inner)
         sizes += (2 * shape.ffn, shape.hidden), (shape.hidden, shape.ffn)
-        count = min(distinct_layers, shape.layers)
+        count = min(DISTINCT_LAYERS, shape.layers)
         self._layers = [[self.random(*own) * own[1] ** -0.5 for own in sizes] for _ in range(count)]
         self._embedding = self.random(shape.vocabulary, shape.hidden)
         self._head = self.random(shape.vocabulary, shape.hidden) * shape.hidden**-0.5

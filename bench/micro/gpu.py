@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -30,7 +31,7 @@ from typing import NamedTuple
 import torch
 
 from bench.core.options import Option
-from bench.core.report import Result, Row, Table, describe_machine, plain
+from bench.core.report import Result, Row, Table, describe_machine
 from bench.core.session import ROOT, BenchFailed, step, work_folder
 
 CUDA = torch.cuda.is_available()
@@ -39,37 +40,29 @@ OPTIONS = (
     Option("out", None, "an empty folder for logs and figures (a temporary one)", parse=Path),
 )
 _ENGINE = (
-    "--models=llama-3-8b --prefixes=2 --prefix-tokens=8000 --new-tokens=64 --warmup=6 "
+    "engine --models=llama-3-8b --prefixes=2 --prefix-tokens=8000 --new-tokens=64 --warmup=6 "
     "--policies=recompute,as,impress --device-share=0"
 )
 _SMALL = "--quick --policies=as,impress --requests=2 --warmup=4"
 
 
 class Step(NamedTuple):
-    """Arguments of a benchmark, or of pytest where the first one is a path, and with --quick.
+    """Arguments of Python, also with --quick, where it is left out if there are none.
 
     Attributes:
-        quick: None: it is left out.
         least: minutes below which it is not worth beginning.
         needs: a package beside a GPU, or `cuda` for that alone; empty: nothing.
     """
 
     name: str
     command: str
-    quick: str | None
+    quick: str
     least: float
     needs: str = ""
 
-    def arguments(self, quick: bool, out: Path) -> list[str]:
-        """Of Python."""
-        own = ((self.quick if quick else self.command) or "").split()
-        if "/" in self.command.split()[0]:
-            return ["-m", "pytest", "-q", f"--device={'cuda' if CUDA else 'cpu'}", *own]
-        return ["-m", "bench", *own, f"--json={out / self.name}.json"]
-
     def why_not(self, quick: bool, minutes: float) -> str:
         """Why it is left out; empty if it is not."""
-        if quick and self.quick is None:
+        if quick and not self.quick:
             return "not with --quick"
         if self.needs not in ("", "cuda") and find_spec(self.needs) is None:
             return f"no {self.needs}"
@@ -78,14 +71,15 @@ class Step(NamedTuple):
         return "no time left" if minutes < (0 if quick else self.least) else ""
 
 
-_TESTS = "tests/unit/triton"
-_SERVERS = "tests/serving/test_exact.py tests/serving/test_bits.py tests/serving/test_weights.py"
+_TESTS = f"-m pytest -q --device={'cuda' if CUDA else 'cpu'} tests/"
+_FILES = ("exact", "bits", "weights")
+_SERVERS = _TESTS + " tests/".join(f"serving/test_{name}.py" for name in _FILES)
 STEPS = (
-    Step("tests", _TESTS, f"{_TESTS}/test_pages.py", 1),
-    Step("kernels", "kernels", "kernels --quick", 1, "cuda"),
-    Step("host", f"engine {_ENGINE} --host-share=1.5", f"engine {_SMALL}", 3),
-    Step("drive", f"engine {_ENGINE} --host-share=0", None, 3, "cuda"),
-    Step("servers", _SERVERS, None, 4, "sglang"),
+    Step("tests", f"{_TESTS}unit/triton", f"{_TESTS}unit/triton/test_pages.py", 1),
+    Step("kernels", "-m bench kernels", "-m bench kernels --quick", 1, "cuda"),
+    Step("host", f"-m bench {_ENGINE} --host-share=1.5", f"-m bench engine {_SMALL}", 3),
+    Step("drive", f"-m bench {_ENGINE} --host-share=0", "", 3, "cuda"),
+    Step("servers", _SERVERS, "", 4, "sglang"),
 )
 
 
@@ -108,9 +102,8 @@ def run(args: argparse.Namespace) -> Result:
                 "\n".join(f"{row['step']} has failed:\n{row['told']}" for row in failed)
             )
     del found["summary"]
-    return Result(
-        {"steps": rows, "figures": found}, [Table(plain("step", "state", "seconds"), rows)]
-    )
+    table = Table(rows, ("step", "state", "seconds"))
+    return Result({"steps": rows, "figures": found}, [table])
 
 
 def take(own: Step, quick: bool, deadline: float, out: Path) -> Row:
@@ -119,10 +112,14 @@ def take(own: Step, quick: bool, deadline: float, out: Path) -> Row:
     if reason := own.why_not(quick, left / 60):
         return {"step": own.name, "state": reason, "seconds": 0, "told": ""}
     began = time.monotonic()
-    path, command = out / f"{own.name}.log", [sys.executable, *own.arguments(quick, out)]
+    path, command = out / f"{own.name}.log", shlex.split(own.quick if quick else own.command)
+    if "bench" in command:
+        command.append(f"--json={out / own.name}.json")
     with step(own.name), path.open("w") as log:
         try:
-            done = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, timeout=left)
+            done = subprocess.run(
+                [sys.executable, *command], cwd=ROOT, stdout=log, stderr=log, timeout=left
+            )
             state = "failed" if done.returncode else "done"
         except subprocess.TimeoutExpired:
             state = "out of time"

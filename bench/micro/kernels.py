@@ -7,8 +7,8 @@ Measures the card first (reading its memory, copying from pinned host memory), t
     matrices alone.
 
 Times are medians of CUDA events; before each run a buffer larger than the L2 cache is written, so
-that nothing is found there, and what is measured is queued before it begins. `host_us` is what the
-host takes to queue it. Results are compared with the reference before anything is timed.
+that nothing is found there, and what is measured is queued before it begins. Results are compared
+with the reference before anything is timed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from bench.core.options import Option
-from bench.core.report import Result, Table, plain
+from bench.core.report import Result, Table
 from bench.core.session import BenchFailed
 from impress_sglang.codes.groups.codec import GroupLayout, encode_layer
 from impress_sglang.codes.rotation import KeyRotation
@@ -56,28 +55,34 @@ def run(args: argparse.Namespace) -> Result:
     if not torch.cuda.is_available():
         raise BenchFailed("there is no CUDA device; on a CPU kernels are only tested")
     torch.manual_seed(0)
-    watch = Watch(args.repeat)
-    card = _measure_card(watch)
-    figures = {
-        "card": card,
-        "codes": _codes(args, watch, card),
-        "basis": by_a_basis(args, watch, card, torch.device("cuda")),
-    }
+    watch, device = Watch(args.repeat), torch.device("cuda")
+    codes, basis = by_codes(args, watch), by_a_basis(args, watch, device)
+    figures = {"card": watch.card, "codes": codes, "basis": basis}
     rows = [
         {"of": name, "figure": key, "value": value}
         for name, part in figures.items()
         for key, value in part.items()
         if not isinstance(value, dict)
     ]
-    return Result(figures, [Table(plain("of", "figure", "value"), rows)])
+    return Result(figures, [Table(rows)])
 
 
 class Watch:
-    """Times work on the device."""
+    """Times work on the device, and the device itself first."""
 
     def __init__(self, repeat: int) -> None:
         self._repeat = repeat
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+        words = torch.ones(PLAIN_BYTES // 4, dtype=torch.float32, device="cuda")
+        pinned = torch.empty(PLAIN_BYTES, dtype=torch.uint8, pin_memory=True)
+        target = torch.empty(PLAIN_BYTES, dtype=torch.uint8, device="cuda")
+        read = self.microseconds(lambda: words.sum())
+        copy = self.microseconds(lambda: target.copy_(pinned, non_blocking=True))
+        self.card = {
+            "memory_gbps": round(PLAIN_BYTES / read / 1e3, 1),
+            "host_to_device_gbps": round(PLAIN_BYTES / copy / 1e3, 2),
+            "empty_launch_us": round(self.microseconds(lambda: words[:1].add_(1)), 2),
+        }
 
     def microseconds(self, work: Callable[[], Any]) -> float:
         """Median over the repeats, caches cold."""
@@ -94,46 +99,18 @@ class Watch:
             times.append(start.elapsed_time(stop) * 1e3)
         return float(statistics.median(times))
 
-    def host_microseconds(self, work: Callable[[], Any]) -> float:
-        """What the host takes to queue the work, on average."""
-        work()
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(self._repeat):
-            work()
-        seconds = time.perf_counter() - began
-        torch.cuda.synchronize()
-        return seconds / self._repeat * 1e6
-
-    def measured(
-        self, name: str, work: Callable[[], Any], num_bytes: int, card: dict[str, float]
-    ) -> dict[str, float]:
-        """Its times, and how fast it moves so many bytes, beside the card's own memory."""
+    def measured(self, work: Callable[[], Any], num_bytes: int) -> dict[str, float]:
+        """Its time, and how fast it moves so many bytes, beside the card's own memory."""
         microseconds = self.microseconds(work)
         gbps = num_bytes / microseconds / 1e3
         return {
-            f"{name}us": round(microseconds, 1),
-            f"{name}host_us": round(self.host_microseconds(work), 1),
-            f"{name}gbps": round(gbps, 2),
-            f"{name}share_of_card": round(gbps / card["memory_gbps"], 3),
+            "us": round(microseconds, 1),
+            "gbps": round(gbps, 2),
+            "share_of_card": round(gbps / self.card["memory_gbps"], 3),
         }
 
 
-def _measure_card(watch: Watch) -> dict[str, float]:
-    """GB/s of reading device memory, and of a plain copy from pinned host memory."""
-    words = torch.ones(PLAIN_BYTES // 4, dtype=torch.float32, device="cuda")
-    pinned = torch.empty(PLAIN_BYTES, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(PLAIN_BYTES, dtype=torch.uint8, device="cuda")
-    read = watch.microseconds(lambda: words.sum())
-    copy = watch.microseconds(lambda: target.copy_(pinned, non_blocking=True))
-    return {
-        "memory_gbps": round(PLAIN_BYTES / read / 1e3, 1),
-        "host_to_device_gbps": round(PLAIN_BYTES / copy / 1e3, 2),
-        "empty_launch_us": round(watch.microseconds(lambda: words[:1].add_(1)), 2),
-    }
-
-
-def _codes(args: argparse.Namespace, watch: Watch, card: dict[str, float]) -> dict[str, Any]:
+def by_codes(args: argparse.Namespace, watch: Watch) -> dict[str, Any]:
     """A prefix in codes, all heads of it, into slots."""
     m, heads, dim = args.tokens, args.kv_heads, args.dim
     layout = GroupLayout(heads, dim, dim, 6)
@@ -155,15 +132,10 @@ def _codes(args: argparse.Namespace, watch: Watch, card: dict[str, float]) -> di
         torch.testing.assert_close(pool.cpu(), wanted, rtol=2**-6, atol=4e-3)
 
     moved = own.numel() + 2 * m * heads * dim * pools[0].element_size()
-    return {
-        "shape": {"m": m, "kv_heads": heads, "dim": dim},
-        **watch.measured("restoring_", restore, moved, card),
-    }
+    return {"shape": {"m": m, "kv_heads": heads, "dim": dim}, **watch.measured(restore, moved)}
 
 
-def by_a_basis(
-    args: argparse.Namespace, watch: Watch, card: dict[str, float], device: torch.device
-) -> dict[str, Any]:
+def by_a_basis(args: argparse.Namespace, watch: Watch, device: torch.device) -> dict[str, Any]:
     """A layer of a prefix, predicted from the one below, into slots."""
     m, heads, dim = args.tokens, args.kv_heads, args.dim
     size = 2 * heads * dim
@@ -206,7 +178,7 @@ def by_a_basis(
     # Components are written and read between the two kernels; the layer, below and of its own, is
     # read and written, and slots are written.
     moved = rows.numel() + 2 * m * (2 * len(bits) + 3 * size)
-    own_figures = watch.measured("", restore, moved, card)
+    own_figures = watch.measured(restore, moved)
     return {
         "shape": {"m": m, "kv_heads": heads, "dim": dim, "components": len(bits)},
         **own_figures,

@@ -3,7 +3,7 @@
 Each request of --trace is matched, loaded and offered in the product's own tree, quota, counts of
 prompts, writes and host cache; only no files are written. Rates are stated: a GPU computes, a drive
 reads, a bus copies, and a request loads only what takes no longer than computing it. Prompts are
-computed one after the other on each of --gpus, and loaded one after the other; nothing stays in a
+computed one after the other on each of two GPUs, and loaded one after the other; nothing stays in a
 pool, and answers take no time. A token of llama-3-8b has 128 KiB, and a GPU computes 30,000 per
 second; of qwen-0.5b 12 KiB and 300,000. In shares of these bytes, --kinds of files are
 
@@ -46,7 +46,7 @@ import numpy.typing as npt
 import torch
 
 from bench.core.options import SEED, Option, one_of
-from bench.core.report import Result, Row, Table, plain
+from bench.core.report import Result, Row, Table
 from bench.core.session import step
 from bench.traffic.sessions import TRACE, read_sessions
 from impress_sglang.config import ImpressConfig
@@ -99,12 +99,10 @@ OPTIONS = (
     Option("tb", (0.1, 0.3, 1.0, 3.0, 10.0), "of the store", quick=(0.005, 10.0)),
     Option("write-after", (2, 1), "of the server", quick=(2,)),
     Option("depth", 8, "--impress-approximation-depth of the server"),
-    Option("gpus", 2, "that compute"),
-    Option("drive-gbps", 7.0, "GB/s that the drive reads"),
-    Option("host-gb", 64.0, "cache of chunks on the host"),
-    Option("bus-gbps", 50.0, "GB/s from there to the GPU"),
     SEED,
 )
+# That compute; the drive and the bus have bytes per second.
+GPUS, DRIVE, HOST_GB, BUS = 2, 7e9, 64.0, 50e9
 
 
 class Ask(NamedTuple):
@@ -277,17 +275,16 @@ def _no_layers(start: int) -> Any:
     return lambda layer: (torch.empty(0), torch.empty(0))
 
 
-def replay(asks: Sequence[Ask], store: Store, model: Model, args: argparse.Namespace) -> Row:
+def replay(asks: Sequence[Ask], store: Store, model: Model) -> Row:
     """Ask for all prompts; what was loaded, how long it took, and what was written."""
-    drive, bus = args.drive_gbps * 1e9, args.bus_gbps * 1e9
-    free_at, drive_at = [0.0] * args.gpus, 0.0
+    free_at, drive_at = [0.0] * GPUS, 0.0
     loaded, idle, queued = 0, [], []
     for ask in asks:
         text = ask.text()
         prompt = text[: ask.prompt_tokens]
         worth, match = store.sight(prompt), store.find(prompt)
-        reading = store.on_drive(match) / drive
-        copying = match.num_tokens * store.token_bytes / bus
+        reading = store.on_drive(match) / DRIVE
+        copying = match.num_tokens * store.token_bytes / BUS
         if reading + copying > match.num_tokens / model.per_second:
             match, reading, copying = StoredMatch(), 0.0, 0.0
         store.load(match)
@@ -375,14 +372,14 @@ def run(args: argparse.Namespace) -> Result:
             min_free_gb=0.0,
             write_after=after,
             approximation_depth=args.depth,
-            host_gb=args.host_gb,
+            host_gb=HOST_GB,
         )
         with step(f"{name}, stored at sight {after}, {tb:g} TB"):
             if rows and rows[-1] | row == rows[-1] | {"tb": tb, "crowded": 0}:
                 # All had room in a smaller store.
                 row = rows[-1] | row
             else:
-                row |= replay(asks, Store(config, model, kind), model, args)
+                row |= replay(asks, Store(config, model, kind), model)
                 row["tb_a_day"] = round(row["written"] * a_day / 1e12, 2)
             if (kind.file, tb) not in compared:
                 token = model.token_bytes * kind.file
@@ -395,7 +392,7 @@ def run(args: argparse.Namespace) -> Result:
         rows.append(row | compared[kind.file, tb])
     told: Row = {"trace": args.trace.stem, "requests": len(asks), "prompt_tokens": prompts}
     told |= {"tokens_a_day": round(a_day), "endless": _percent(bound(asks, math.inf), prompts)}
-    return Result(told | {"rows": rows}, [Table(plain(*rows[0]), rows, str(told))])
+    return Result(told | {"rows": rows}, [Table(rows, (*rows[0],), str(told))])
 
 
 def _percent(part: float, of: float) -> float:

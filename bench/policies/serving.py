@@ -5,16 +5,18 @@ one after another, with the same stored prefixes, cache sizes and requests: two 
 reordering for the policies that do it, the rest of the warm-up, a few requests at the emulated
 speed, and the measured part. Its device pool has room for the requests under way only. TTFT is the
 time of a request for one token over HTTP; all else is what the server counted meanwhile.
-`recompute` has nothing to warm up, and runs the first --recompute-requests.
+`recompute` has nothing to warm up, and runs the first six.
 
-Prefixes are few-shot examples of data sets, and which prefix a request takes follows a normal
-distribution (section 6.1 of the IMPRESS paper). By default the SSD is emulated: reads are slowed
-down to --ssd-mbps, so that a small model on a CPU has the proportions of a large one on a GPU.
+Prefixes are few-shot examples of PIQA, OpenBookQA and COPA, and which prefix a request takes
+follows a normal distribution (section 6.1 of the IMPRESS paper). By default the SSD is emulated:
+reads are slowed down to --ssd-mbps, so that a small model on a CPU has the proportions of a large
+one on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -25,12 +27,13 @@ import numpy as np
 
 from bench.core.data import READERS, load_tokenize, model_folder, read_rows
 from bench.core.options import ASKING, Option, one_of
-from bench.core.report import Column, Result, Row, Table, ratio
-from bench.core.servers import SPARE_TOKENS, Server, Servers, link_store, servers
+from bench.core.report import Result, Row, Table, ratio
+from bench.core.servers import SPARE_TOKENS, Server, Servers, servers
 from bench.core.session import BenchFailed, step
 from bench.policies.trace import MIN_SIGMA, Tokens, make_trace
 from impress_sglang.options import PART_POLICIES
 from impress_sglang.options import POLICIES as ALL_POLICIES
+from impress_sglang.storage.segment import SEGMENT_SUFFIX
 
 POLICIES = (
     *("recompute", "as", "as+h2o+lru", "as+h2o+lfu"),
@@ -57,7 +60,6 @@ OPTIONS = (
     Option("prefix-tokens", 1500, "tokens of each, about", quick=512),
     Option("warmup", 96, "requests that fill the caches first", quick=6),
     Option("requests", 40, "measured requests", quick=5),
-    Option("recompute-requests", 6, "how many of these policy recompute runs", quick=2),
     Option("sigma", None, "of the popularity, in prefixes (a quarter of them)", parse=float),
     Option("concurrency", 1, "requests that clients have under way"),
     Option("running", None, "how many of them run; the others wait (all run)", parse=int),
@@ -65,17 +67,13 @@ OPTIONS = (
     Option("host-share", 0.15, "host cache of chunks, of all stored KVs"),
     Option("ssd-mbps", 30.0, "bandwidth of the emulated SSD in MB/s; 0: the real one"),
     Option("retention", 0.25, "share of tokens that policies other than impress load"),
-    Option(
-        "datasets", ("piqa", "openbookqa", "copa"), "to take prefixes from", parse=one_of(READERS)
-    ),
     *ASKING,
 )
+DATA_SETS = ("copa", "openbookqa", "piqa")
+RECOMPUTED = 6
 # Part of the warm-up before reordering, and of requests at the emulated speed beside it.
 FIRST_SHARE = 2 / 3
 SETTLE_SHARE = 0.1
-
-
-TRACED = ("prefixes", "prefix_tokens", "warmup", "settle", "requests", "sigma", "seed")
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -99,18 +97,17 @@ def run(args: argparse.Namespace) -> Result:
         f"{device_mb:g} MB, host {host_mb:g} MB of {stored_bytes / 1e6:,.0f} MB "
         "stored; MB and chunks are per request"
     )
-    traced = {name: getattr(args, name) for name in TRACED}
+    caption = "\n".join([caption, *warnings(rows)])
     figures = {
         "model": comparison.model.name,
-        "datasets": args.datasets,
-        "trace": {**traced, **comparison.trace.describe()},
+        "prefix_lengths": [len(prefix) for prefix in comparison.trace.prefixes],
         "stored_bytes": stored_bytes,
         "device_mb": device_mb,
         "host_mb": host_mb,
         "emulated_ssd_mbps": args.ssd_mbps or None,
         "policies": rows,
     }
-    return Result(figures, [Table(COLUMNS, rows, caption)], warnings(rows))
+    return Result(figures, [Table(rows, COLUMNS, caption)])
 
 
 class Comparison:
@@ -126,8 +123,7 @@ class Comparison:
             raise BenchFailed(f"--prefix-tokens must be at least {2 * MIN_PREFIX_TOKENS}")
         self.model = model_folder(args.model)
         datasets = {
-            name: [READERS[name](row) for row in read_rows(args.data, name)]
-            for name in args.datasets
+            name: [READERS[name](row) for row in read_rows(args.data, name)] for name in DATA_SETS
         }
         with step("building the trace"):
             self.trace = make_trace(datasets, load_tokenize(self.model), args)
@@ -163,10 +159,11 @@ class Comparison:
             BenchFailed: the server counted other requests than those that were measured.
         """
         measured, store = self.trace.measured, self._pool.folder / f"store-{name}"
-        link_store(self._pool.folder / f"prepared-{store_kind(name)}", store)
+        prepared = self._pool.folder / f"prepared-{store_kind(name)}"
+        shutil.copytree(prepared, store, copy_function=link, ignore=shutil.ignore_patterns("lock"))
         with self._server(name, name, store, tiers) as server, step(f"{name}: measuring"):
             if name == "recompute":
-                measured = measured[: self._args.recompute_requests]
+                measured = measured[:RECOMPUTED]
                 # There are no caches to fill, and one request is enough to grow buffers. The last
                 # one, for the prefix that it leaves in the pool is not that of the first measured.
                 self._ask(server, self.trace.settle[-1:])
@@ -180,8 +177,8 @@ class Comparison:
 
     def _ask(self, server: Server, prompts: Sequence[Tokens]) -> list[float]:
         """Milliseconds to the first token of each request."""
-        answers = server.generate_together(prompts, self._args.concurrency)
-        return [seconds * 1e3 for seconds, _ in answers]
+        found = server.generate_together(prompts, self._args.concurrency)
+        return [seconds * 1e3 for seconds in found]
 
     def _warm_up(self, server: Server, name: str) -> None:
         """All requests before the measured ones."""
@@ -207,6 +204,11 @@ class Comparison:
         return self._pool.running(
             name, self.model, self._args.dtype, *flags, *self._args.server_flag
         )
+
+
+def link(source: str, target: str) -> None:
+    """Segments never change; the journal, to which servers write, is copied."""
+    (os.link if Path(source).suffix == SEGMENT_SUFFIX else shutil.copy2)(source, target)
 
 
 def policy_flags(
@@ -245,33 +247,20 @@ def make_row(policy: str, ttft_ms: Sequence[float], found: Mapping[str, float]) 
         "device_hit_ratio": ratio(found["device_chunks"], accessed),
         "host_hit_ratio": ratio(found["host_chunks"], accessed),
         "ssd_ratio": ratio(found["ssd_chunks"], accessed),
+        "ssd_mb": round(found["ssd_bytes"] / 1e6 / len(ttft_ms), 2),
+        "chunks": round(found["chunks_loaded"] / len(ttft_ms), 1),
         "important_device_hit_ratio": ratio(
             found["important_device_bytes"], found["important_bytes"]
         ),
-        "read_amplification": ratio(found["ssd_bytes"], found["ssd_needed_bytes"]),
         **{name: round(total, 2) for name, total in found.items()},
         "ttft_ms": [round(ms, 2) for ms in ttft_ms],
     }
 
 
-def per_request(name: str, unit: float = 1.0) -> Any:
-    """What a column shows of a counter; for `Column.value`."""
-    return lambda row: row[name] / unit / row["requests"]
-
-
 COLUMNS = (
-    Column("policy", "policy"),
-    Column("n", "requests"),
-    Column("TTFT ms", "ttft_ms_mean", "{:,.1f}"),
-    Column("p50", "ttft_ms_p50", "{:,.1f}"),
-    Column("p99", "ttft_ms_p99", "{:,.1f}"),
-    Column("speed-up", "speedup_over_best_baseline", "{:.2f}x"),
-    Column("I/O", "io_share", "{:.0%}"),
-    Column("SSD MB", per_request("ssd_bytes", 1e6), "{:,.1f}"),
-    Column("chunks", per_request("chunks_loaded"), "{:,.0f}"),
-    Column("device", "device_hit_ratio", "{:.0%}"),
-    Column("host", "host_hit_ratio", "{:.0%}"),
-    Column("important", "important_device_hit_ratio", "{:.0%}"),
+    *("policy", "requests", "ttft_ms_mean", "ttft_ms_p50", "ttft_ms_p99"),
+    *("speedup_over_best_baseline", "io_share", "ssd_mb", "chunks"),
+    *("device_hit_ratio", "host_hit_ratio", "important_device_hit_ratio"),
 )
 
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import string
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from bench.core.data import SEPARATOR, Question, Tokenize, fitting_shots
+from bench.core.data import SEPARATOR, Question, Tokenize
 from bench.core.session import BenchFailed
 
 # What is new in a request is stored too, as a chunk of its own, unless it is shorter than one.
@@ -41,16 +40,6 @@ class Trace(NamedTuple):
         """Tokens of the longest request."""
         return max(map(len, (*self.warmup, *self.settle, *self.measured)))
 
-    def describe(self) -> dict[str, Any]:
-        """What a result says of its trace."""
-        # No two prefixes begin alike.
-        counts = Counter(tokens[0] for tokens in self.measured)
-        return {
-            "prefix_lengths": [len(prefix) for prefix in self.prefixes],
-            "longest_prompt": self.longest_prompt,
-            "measured_requests_per_prefix": [counts[prefix[0]] for prefix in self.prefixes],
-        }
-
 
 def make_trace(
     datasets: Mapping[str, Sequence[Question]], tokenize: Tokenize, args: argparse.Namespace
@@ -69,13 +58,31 @@ def make_trace(
     if args.prefixes < 2 or args.sigma < MIN_SIGMA:
         raise BenchFailed(f"a trace needs two prefixes and a sigma of at least {MIN_SIGMA}")
     rng = np.random.default_rng(args.seed)
-    pools = [_Pool(name, rows, tokenize, rng) for name, rows in sorted(datasets.items())]
+    pools = []
+    for name, rows in sorted(datasets.items()):
+        shuffled = [rows[i] for i in rng.permutation(len(rows))]
+        cut = int(len(shuffled) * _ASKED_SHARE)
+        texts = (tuple(tokenize(SEPARATOR + own.text)) for own in shuffled[:cut])
+        # They come round again when all were asked.
+        questions = itertools.cycle([own for own in texts if len(own) <= MAX_QUESTION_TOKENS])
+        pools.append((name, shuffled[cut:], questions))
     takes = [pools[number % len(pools)] for number in range(args.prefixes)]
-    prefixes = [own.make_prefix(i, args.prefix_tokens) for i, own in enumerate(takes)]
-    total = args.warmup + args.settle + args.requests
-    draws = draw_prefixes(total, args.prefixes, args.sigma, rng)
-    asked = iter([prefixes[i] + next(takes[i].questions) for i in draws])
+    prefixes = []
+    for number, (name, shown, _) in enumerate(takes):
+        # It begins like no other, so that prefixes have not even one token in common.
+        heading = string.ascii_letters[number % 52] * (1 + number // 52)
+        prefix = tokenize(f"{heading}. Examples of {name}")
+        for place in rng.permutation(len(shown)):
+            more = tokenize(SEPARATOR + shown[place].shot)
+            if len(prefix) + len(more) > args.prefix_tokens:
+                break
+            prefix += more
+        else:
+            raise BenchFailed(f"{name} has too few rows for --prefix-tokens {args.prefix_tokens}")
+        prefixes.append(tuple(prefix))
     parts = (args.warmup, args.settle, args.requests)
+    draws = draw_prefixes(sum(parts), args.prefixes, args.sigma, rng)
+    asked = iter([prefixes[i] + next(takes[i][2]) for i in draws])
     return Trace(prefixes, *(list(itertools.islice(asked, count)) for count in parts))
 
 
@@ -91,35 +98,3 @@ def draw_prefixes(count: int, prefixes: int, sigma: float, rng: np.random.Genera
         if 0 <= drawn < prefixes and (not draws or drawn != draws[-1]):
             draws.append(drawn)
     return draws
-
-
-class _Pool:
-    """The examples of a data set: some are shown in prefixes, the others are asked."""
-
-    def __init__(
-        self, name: str, examples: Sequence[Question], tokenize: Tokenize, rng: np.random.Generator
-    ) -> None:
-        self._name = name
-        self._tokenize = tokenize
-        self._rng = rng
-        shuffled = [examples[i] for i in rng.permutation(len(examples))]
-        cut = int(len(shuffled) * _ASKED_SHARE)
-        self._shown = shuffled[cut:]
-        asked = (tuple(tokenize(SEPARATOR + example.text)) for example in shuffled[:cut])
-        short = [tokens for tokens in asked if len(tokens) <= MAX_QUESTION_TOKENS]
-        if not short:
-            raise BenchFailed(
-                f"data set {name} has no question of at most {MAX_QUESTION_TOKENS} tokens to ask"
-            )
-        # They come round again when all were asked.
-        self.questions: Iterator[Tokens] = itertools.cycle(short)
-
-    def make_prefix(self, number: int, length: int) -> tuple[int, ...]:
-        """A heading, and as many examples as fit into `length` tokens."""
-        # It begins like no other, so that prefixes have not even one token in common.
-        heading = string.ascii_letters[number % 52] * (1 + number // 52)
-        tokens = self._tokenize(f"{heading}. Examples of {self._name}")
-        drawn = (self._shown[i] for i in self._rng.permutation(len(self._shown)))
-        for question in fitting_shots(drawn, self._tokenize, length - len(tokens)):
-            tokens = tokens + self._tokenize(SEPARATOR + question.shot)
-        return tuple(tokens)

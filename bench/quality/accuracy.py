@@ -12,11 +12,11 @@ With --basis there is a server with that basis besides.
 accuracy     share of right answers; *points* is the difference to `recompute`
 agreement    share of the answers that `recompute` gives
 shift        mean change of an option's log-likelihood, less the mean over the options, in nats
-read, needed bytes read from SSD, and bytes of the rows that were asked for, over those of the
-             whole prefix, without requests that found it in the device pool
+read         bytes read from SSD over those of the whole prefix, without requests that found it in
+             the device pool
 
-In brackets are 95% intervals of a paired bootstrap over questions, not over prefixes. `mean` is
-that over the tasks.
+Intervals of 95% are of a paired bootstrap over questions, not over prefixes. `mean` is that over
+the tasks.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from numpy.typing import NDArray
 
 from bench.core.data import kv_bytes_per_token, load_tokenize, model_folder
 from bench.core.options import ASKING, Option, one_of
-from bench.core.report import Column, Result, Row, Table, interval
+from bench.core.report import Result, Row, Table, interval
 from bench.core.servers import SPARE_TOKENS, Server, Servers, servers, store_flags
 from bench.core.session import BenchFailed, step
 from bench.quality.tasks import MIN_PREFIX_TOKENS, NORMALISED, TASKS, Item, Task, make_task
 from impress_sglang.codes.rows.basis import Basis
-from impress_sglang.options import BITS, BITS_TEXT, CODED_POLICIES, EXACTLY, PART_POLICIES
+from impress_sglang.options import BITS, EXACTLY
 
 Floats = NDArray[np.float64]
 REFERENCE = "recompute"
@@ -52,36 +52,23 @@ COMMON_FLAGS = (
 )
 
 
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError("must be more than 0 and at most 1")
-    return value
-
-
-def _bits(text: str) -> float:
-    if (value := float(text)) not in BITS:
-        raise argparse.ArgumentTypeError(f"must be {BITS_TEXT}")
-    return value
-
-
 class Way(NamedTuple):
-    """How a system is asked: for a share of the prefix's tokens, or for all in so many `bits`, as
-    requests share them; None leaves it to the server, which answers exactly."""
+    """How a system is asked: for a share of the prefix's tokens, or for all of it in so many
+    `bits`, as requests share them; else exactly."""
 
     system: str
-    retention: float | None = None
+    retention: float = 1.0
     bits: float | None = None
 
     @property
     def approximate(self) -> bool:
         """Whether it must read a part of the prefix, or all of it in few bits."""
-        return self.bits is not None or (self.retention or 1.0) < 1.0
+        return self.bits is not None or self.retention < 1.0
 
     @property
     def custom(self) -> dict[str, Any]:
         """The request's `custom_params`."""
-        if self.retention is None:
+        if self.system == REFERENCE:
             return {}
         custom: dict[str, Any] = {"impress_retention": self.retention}
         if not self.approximate:
@@ -93,88 +80,80 @@ class Way(NamedTuple):
 
 
 class System(NamedTuple):
-    """A name, and the policy and other flags of its server; `rate`: of its codes, if any."""
+    """A name, the policy and other flags of its server, and how it is asked."""
 
     name: str
     policy: str
-    more: tuple[str, ...] = ()
-    rate: float | None = None
-
-    @property
-    def exact(self) -> bool:
-        """Whether its policy uses prefixes only as they were computed."""
-        return self.policy not in (*CODED_POLICIES, *PART_POLICIES)
-
-    def ways(self, retentions: Sequence[float]) -> list[Way]:
-        """How it is asked; exact answers of a server store more than the prefixes, so come last."""
-        if self.exact:
-            return [Way(self.name)]
-        if self.rate is not None:
-            fewer = [Way(f"{self.name}@{self.rate:g}", 1.0, self.rate)]
-        else:
-            fewer = [Way(self.name, own) for own in sorted(retentions) if own < 1]
-        return [*fewer, *([Way(self.name, 1.0)] if 1 in retentions else [])]
+    more: tuple[str, ...]
+    ways: Sequence[Way]
 
 
-POLICIES = {REFERENCE: "recompute", "as": "as", "h2o": "as+h2o+lru", "paper": "paper"}
-SYSTEMS = {name: System(name, own) for name, own in POLICIES.items()}
-CODED = "impress"
-USUAL = ("h2o", "paper", "impress")
+PARTS = {"h2o": "as+h2o+lru", "paper": "paper"}
+SYSTEMS = (*PARTS, "impress")
 ASKED = ("piqa", "copa", "openbookqa", "squad")
 OPTIONS = (
-    Option(
-        "systems", USUAL, "beside recompute", quick=("impress",), parse=one_of((*SYSTEMS, CODED))
-    ),
-    Option("retentions", (0.25,), "shares that paper and h2o use; 1 is exact", parse=_share),
-    Option("bits", (BITS[0],), "of all of the prefix, each on a server of its own", parse=_bits),
+    Option("systems", (*SYSTEMS,), "beside recompute", ("impress",), one_of((REFERENCE, *SYSTEMS))),
+    Option("retentions", (0.25,), "shares that paper and h2o use; 1 is exact"),
+    Option("bits", (BITS[0],), "of all of the prefix, each on a server of its own"),
     Option("tasks", ASKED, f"of {', '.join(TASKS)}", quick=("copa",), parse=one_of(TASKS)),
     Option("prefixes", 2, "per task", quick=1),
     Option("examples", 100, "questions per task", quick=6),
-    Option("shots", 10, "examples per prefix"),
-    Option("passages", 10, "per prefix of squad"),
     Option("basis", None, "file of a basis: also a server with it, in its bits", parse=Path),
-    Option("concurrency", 4, "requests under way"),
     *ASKING,
 )
-TASK_OPTIONS = ("prefixes", "shots", "passages", "examples", "seed")
+AT_ONCE = 4
 
 
 class Measured(NamedTuple):
-    """Answers of a system to a task: of each question the log-likelihoods of its options in nats,
-    and `meta_info["impress"]` of each of its requests."""
+    """Answers of a system to a task: of each question the log-likelihoods of its options in nats.
+
+    `read`: of each request that read from SSD bytes per token of its prefix.
+    """
 
     way: Way
     task: Task
     logliks: list[list[float]]
-    reports: list[list[Row]]
-
-    @property
-    def key(self) -> tuple[str, float]:
-        """The system, and the share of the prefix that was used."""
-        return self.way.system, self.way.retention or 1.0
+    read: list[float]
 
     @property
     def choices(self) -> list[int]:
-        """Place of each question's answer, [n]."""
-        pairs = zip(self.task.items, self.logliks, strict=True)
-        return [chosen_option(self.task.name, item, logliks) for item, logliks in pairs]
+        """Place of each question's answer, the first of equals, [n]."""
+        found = []
+        for item, logliks in zip(self.task.items, self.logliks, strict=True):
+            sizes = item.option_bytes if self.task.name in NORMALISED else (1,) * len(logliks)
+            values = [own / max(1, size) for own, size in zip(logliks, sizes, strict=True)]
+            found.append(values.index(max(values)))
+        return found
 
     @property
     def right(self) -> Floats:
         """1 for each right answer, [n]."""
-        return _equal(self.choices, [item.gold for item in self.task.items])
+        return np.equal(self.choices, [item.gold for item in self.task.items]).astype(float)
+
+    @property
+    def centred(self) -> list[Floats]:
+        """Log-likelihoods less the mean over the options, [n][options]."""
+        return [np.array(own) - np.mean(own) for own in self.logliks]
 
 
 def run(args: argparse.Namespace) -> Result:
     """Ask all systems."""
-    names = dict.fromkeys((REFERENCE, *args.systems))
-    systems = [SYSTEMS[name] for name in names if name != CODED]
-    for bits in args.bits if CODED in names else ():
+    systems = [System(REFERENCE, "recompute", (), [Way(REFERENCE)])]
+
+    def add(name: str, more: tuple[str, ...], ways: Sequence[Way]) -> None:
+        # Exact answers of a server store more than the prefixes, so come last.
+        exact = [Way(name)] if 1 in args.retentions else []
+        systems.append(System(name, PARTS.get(name, "impress"), more, [*ways, *exact]))
+
+    for name in args.systems:
+        if name in PARTS:
+            add(name, (), [Way(name, own) for own in sorted(args.retentions) if own < 1])
+    for bits in args.bits if "impress" in args.systems else ():
         flags = f"--impress-bits={bits:g}", "--impress-keep=both"
-        systems.append(System(CODED, CODED, flags, bits))
+        add("impress", flags, [Way(f"impress@{bits:g}", bits=bits)])
     if args.basis is not None:
         rate = round(Basis.load(args.basis).rate, 2)
-        systems.append(System("basis", "impress", (f"--impress-basis={args.basis}",), rate))
+        add("basis", (f"--impress-basis={args.basis}",), [Way(f"basis@{rate:g}", bits=rate)])
     model = model_folder(args.model)
     tokenize = load_tokenize(model)
     tasks = [make_task(name, tokenize, args) for name in args.tasks]
@@ -186,9 +165,6 @@ def run(args: argparse.Namespace) -> Result:
     figures = {
         "model": model.name,
         "kv_bytes_per_token": size,
-        "options": {name: getattr(args, name) for name in TASK_OPTIONS},
-        "systems": [system._asdict() for system in systems],
-        "server_flags": args.server_flag,
         "tasks": [
             {
                 "name": task.name,
@@ -200,8 +176,9 @@ def run(args: argparse.Namespace) -> Result:
         ],
         "rows": rows,
         "answers": [
-            dict(zip(("system", "retention"), own.key, strict=True))
-            | {
+            {
+                "system": own.way.system,
+                "retention": own.way.retention,
                 "task": own.task.name,
                 "choices": own.choices,
                 "logliks": [[round(x, 5) for x in logliks] for logliks in own.logliks],
@@ -211,10 +188,8 @@ def run(args: argparse.Namespace) -> Result:
     }
     lengths = {task.name: sorted(map(len, task.prefixes)) for task in tasks}
     told = ", ".join(f"{name} {own[0]}-{own[-1]}" for name, own in lengths.items())
-    caption = f"{model.name}; tokens of prefixes: {told}; [..] are 95% intervals"
-    order = list(dict.fromkeys(row["task"] for row in rows))
-    rows = sorted(rows, key=lambda row: order.index(row["task"]))
-    return Result(figures, [Table(COLUMNS, rows, caption)])
+    caption = f"{model.name}; tokens of prefixes: {told}"
+    return Result(figures, [Table(rows, COLUMNS, caption)])
 
 
 def _measure(
@@ -223,10 +198,10 @@ def _measure(
     """Ask one system all questions in each way."""
     store = pool.folder / f"store-{system.name}"
     # Every request under way may have its prefix for itself.
-    slots = (args.concurrency + 1) * max(task.longest for task in tasks) + SPARE_TOKENS
+    slots = (AT_ONCE + 1) * max(task.longest for task in tasks) + SPARE_TOKENS
     flags = [
         f"--max-total-tokens={slots}",
-        f"--max-running-requests={max(2, args.concurrency)}",
+        f"--max-running-requests={AT_ONCE}",
         *COMMON_FLAGS,
         *store_flags(store),
         f"--impress-policy={system.policy}",
@@ -236,37 +211,38 @@ def _measure(
     with pool.running(system.name, model, args.dtype, *flags) as server:
         # The same prefix may belong to two tasks. Where a part of a stored beginning would be used,
         # what comes after it is not stored.
-        exact = Way(system.name, None if system.exact else 1.0).custom
+        exact = Way(system.name).custom
         for prefix in sorted({tuple(prefix) for task in tasks for prefix in task.prefixes}):
             server.store(prefix, custom=exact)
         found = []
-        for way in system.ways(args.retentions):
+        for way in system.ways:
             for task in tasks:
-                with step(f"{way.system} {way.retention or ''}: {task.name}"):
-                    found.append(_ask_all(server, task, way, args.concurrency))
+                with step(f"{way.system} {way.retention}: {task.name}"):
+                    found.append(ask_all(server, task, way))
         server.check_log()
     shutil.rmtree(store, ignore_errors=True)
     return found
 
 
-def _ask_all(server: Server, task: Task, way: Way, concurrency: int) -> Measured:
-    with ThreadPoolExecutor(concurrency) as pool:
+def ask_all(server: Server, task: Task, way: Way) -> Measured:
+    """Ask all questions of a task."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
         pairs = pool.map(
             lambda item: _ask(server, task.prefixes[item.prefix], item, way), task.items
         )
-        logliks, reports = zip(*pairs, strict=True)
-    return Measured(way, task, list(logliks), list(reports))
+        logliks, reads = zip(*pairs, strict=True)
+    return Measured(way, task, list(logliks), [own for of_item in reads for own in of_item])
 
 
 def _ask(
     server: Server, prefix: Sequence[int], item: Item, way: Way
-) -> tuple[list[float], list[Row]]:
+) -> tuple[list[float], list[float]]:
     """A request for each option.
 
     Raises:
         BenchFailed: one failed, or was not served as asked.
     """
-    logliks, reports = [], []
+    logliks, reads = [], []
     for option in item.options:
         answer = server.generate(
             [*prefix, *item.question, *option],
@@ -278,9 +254,9 @@ def _ask(
         )
         meta = answer["meta_info"]
         logliks.append(option_loglik(meta, option))
-        check_path(meta["impress"], len(prefix), way)
-        reports.append(meta["impress"])
-    return logliks, reports
+        check_path(report := meta["impress"], len(prefix), way)
+        reads += [report["ssd_bytes"] / len(prefix)] if report["path"] == "ssd" else []
+    return logliks, reads
 
 
 def option_loglik(meta_info: Mapping[str, Any], option: Sequence[int]) -> float:
@@ -298,21 +274,6 @@ def option_loglik(meta_info: Mapping[str, Any], option: Sequence[int]) -> float:
     return total
 
 
-def chosen_option(task: str, item: Item, logliks: Sequence[float]) -> int:
-    """Place of the most likely option, the first of equals; per byte if the task is normalised."""
-    sizes = item.option_bytes if task in NORMALISED else (1,) * len(logliks)
-    values = [value / max(1, size) for value, size in zip(logliks, sizes, strict=True)]
-    return values.index(max(values))
-
-
-def centred_shift(
-    logliks: Sequence[Sequence[float]], reference: Sequence[Sequence[float]]
-) -> float:
-    """Mean absolute difference of centred option log-likelihoods, [n][options], in nats."""
-    pairs = zip(map(np.array, logliks), map(np.array, reference), strict=True)
-    return float(np.mean([np.abs(a - a.mean() - b + b.mean()).mean() for a, b in pairs]))
-
-
 def check_path(report: Mapping[str, Any], prefix_tokens: int, way: Way) -> None:
     """Check that a request used its prefix as the system must.
 
@@ -328,7 +289,6 @@ def check_path(report: Mapping[str, Any], prefix_tokens: int, way: Way) -> None:
         right = report["approximate"] and stored + report["resident_tokens"] >= prefix_tokens
         right = right and report["bits"] >= way.bits - 0.5
     else:
-        assert way.retention is not None
         # The same rounding as the server's, which forgives 0.1 * 30 > 3.
         wanted = max(1, math.ceil(way.retention * stored - 1e-9))
         right = path == "ssd" and stored >= prefix_tokens and loaded == wanted
@@ -337,57 +297,37 @@ def check_path(report: Mapping[str, Any], prefix_tokens: int, way: Way) -> None:
 
 
 def make_rows(measured: Sequence[Measured], kv_bytes: int, seed: int) -> list[Row]:
-    """A row per system, retention and task, and those of their mean last."""
-    by_key = {(*own.key, own.task.name): own for own in measured}
+    """A row per system, retention and task, and last those of the mean over several tasks, each
+    with the same weight."""
+    by_key = {(*own.way[:2], own.task.name): own for own in measured}
     names = list(dict.fromkeys(own.task.name for own in measured))
     groups = [([own], own.task.name) for own in measured]
     if len(names) > 1:
-        for key in dict.fromkeys(own.key for own in measured):
+        for key in dict.fromkeys(own.way[:2] for own in measured):
             groups.append(([by_key[*key, name] for name in names], MEAN))
     rows = []
     for parts, name in groups:
-        references = [by_key[REFERENCE, 1.0, part.task.name] for part in parts]
-        rows.append(_make_row(list(zip(parts, references, strict=True)), name, kv_bytes, seed))
+        exact = [by_key[REFERENCE, 1.0, part.task.name] for part in parts]
+        pairs = list(zip(parts, exact, strict=True))
+        differences = [100 * (own.right - other.right) for own, other in pairs]
+        agreements = [np.equal(own.choices, other.choices).astype(float) for own, other in pairs]
+        shifts = [
+            np.mean([abs(a - b).mean() for a, b in zip(own.centred, other.centred, strict=True)])
+            for own, other in pairs
+        ]
+        read = [np.mean(own.read) / kv_bytes for own in parts if own.read]
+        row = {
+            "system": parts[0].way.system,
+            "retention": parts[0].way.retention,
+            "task": name,
+            "n": sum(len(part.logliks) for part in parts),
+            "accuracy": round(float(np.mean([part.right.mean() for part in parts])), 5),
+            "shift_nats": round(float(np.mean(shifts)), 5),
+            "read": round(float(np.mean(read)), 5) if read else None,
+        }
+        row |= _with_interval("difference_points", differences, seed)
+        rows.append(row | _with_interval("agreement", agreements, seed))
     return rows
-
-
-def _make_row(
-    pairs: Sequence[tuple[Measured, Measured]], title: str, kv_bytes: int, seed: int
-) -> Row:
-    """A row over one task, or the mean over several, each with the same weight: answers, and those
-    of the reference."""
-    parts = [part for part, _ in pairs]
-    system, retention = parts[0].key
-    agreements = [_equal(part.choices, other.choices) for part, other in pairs]
-    differences = [100 * (part.right - other.right) for part, other in pairs]
-    return {
-        "system": system,
-        "retention": retention,
-        "task": title,
-        "n": sum(len(part.logliks) for part in parts),
-        "accuracy": _mean([float(part.right.mean()) for part in parts]),
-        "shift_nats": _mean([centred_shift(own.logliks, exact.logliks) for own, exact in pairs]),
-        "read": _mean([byte_share(part, kv_bytes, "ssd_bytes") for part in parts]),
-        "needed": _mean([byte_share(part, kv_bytes, "ssd_needed_bytes") for part in parts]),
-        **_with_interval("difference_points", differences, seed),
-        **_with_interval("agreement", agreements, seed),
-    }
-
-
-def byte_share(measured: Measured, kv_bytes: int, counter: str) -> float | None:
-    """Mean bytes of requests that read from SSD over those of their whole prefix; None of none."""
-    shares = [
-        report[counter] / (len(measured.task.prefixes[item.prefix]) * kv_bytes)
-        for item, reports in zip(measured.task.items, measured.reports, strict=True)
-        for report in reports
-        if report["path"] == "ssd"
-    ]
-    return float(np.mean(shares)) if shares else None
-
-
-def _equal(one: Sequence[int], other: Sequence[int]) -> Floats:
-    """1 for each place where both are the same, [n]."""
-    return (np.array(one) == np.array(other)).astype(float)
 
 
 def _with_interval(name: str, strata: Sequence[Floats], seed: int) -> Row:
@@ -396,28 +336,7 @@ def _with_interval(name: str, strata: Sequence[Floats], seed: int) -> Row:
     return {name: round(mean, 4), f"{name}_interval": [round(low, 4), round(high, 4)]}
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return round(float(np.mean(known)), 5) if known else None
-
-
-def _interval(name: str, scale: float = 1.0, sign: str = "+") -> Any:
-    def cell(row: Row) -> str:
-        own = [scale * value for value in (row[name], *row[f"{name}_interval"])]
-        return "{} [{}, {}]".format(*(f"{value:{sign}.1f}" for value in own))
-
-    return cell
-
-
 COLUMNS = (
-    Column("system", "system"),
-    Column("kept", "retention", "{:.0%}"),
-    Column("task", "task"),
-    Column("n", "n"),
-    Column("accuracy", "accuracy", "{:.1%}"),
-    Column("points", _interval("difference_points")),
-    Column("agreement %", _interval("agreement", 100, "")),
-    Column("shift", "shift_nats", "{:.3f}"),
-    Column("read", "read", "{:.1%}"),
-    Column("needed", "needed", "{:.1%}"),
+    *("system", "retention", "task", "n", "accuracy", "difference_points"),
+    *("difference_points_interval", "agreement", "agreement_interval", "shift_nats", "read"),
 )

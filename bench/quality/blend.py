@@ -6,11 +6,7 @@ whose KVs deviate most. Share 0 reuses all as it is; share 1 computes everything
 
 KL         to the exact distributions before each of the next --continuation tokens that exact KVs
            give, in nats per token, over the 100 likeliest tokens and the rest, with a 95% interval
-           over questions (bootstrap); *median*: of the questions
-of reuse   how much of the KL of share 0 is gone
-loss       of the log-likelihood of these tokens; with --continuation 0 all this is of the right
-           answer, in place of them
-agreement  of the likeliest token
+           over questions (bootstrap)
 F1, right  words that a greedy answer of --answer-tokens has in common with the right one (its best
            variant), and the share of answers that contain it; 95% intervals of the difference of
            `right` to the exact answers' are in the file
@@ -22,7 +18,6 @@ TTFT       the median, one request at a time
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import random
 import re
@@ -34,8 +29,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bench.core.data import SEPARATOR, Row, Tokenize, load_tokenize, model_folder, read_rows
-from bench.core.options import DATA, DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option
-from bench.core.report import Result, Table, interval, plain
+from bench.core.options import ASKING, Option
+from bench.core.report import Result, Table, interval
 from bench.core.servers import Server, servers
 from bench.core.session import BenchFailed, step
 from impress_sglang.options import EXACTLY, OFF
@@ -45,17 +40,10 @@ OPTIONS = (
     Option("documents", 6, "of each question", quick=3),
     Option("tokens", 512, "of a document, at most", quick=200),
     Option("shares", (0.05, 0.15, 0.3), "of their tokens to compute again, beside 0 and 1"),
-    Option(
-        "continuation", 32, "tokens that exact KVs give, to compare; 0: the right answer", quick=8
-    ),
+    Option("continuation", 32, "tokens that exact KVs give, to compare", quick=8),
     Option("answer-tokens", 12, "of answers that are generated; 0: none are", quick=4),
     Option("set", "squad_xquad_en", "data set with documents, questions and answers"),
-    SEED,
-    SERVER_FLAG,
-    DATA,
-    MODEL,
-    DTYPE,
-    KEEP,
+    *ASKING,
 )
 Distribution = Mapping[int, float]
 """Log-probabilities of the likeliest tokens."""
@@ -81,17 +69,14 @@ SHOTS = (
 
 
 class Question(NamedTuple):
-    """Tokens of a prompt: its documents, of which an order is stored, and the right answer."""
+    """Tokens of a prompt: its documents, of which an order is stored, and the right answers."""
 
     head: list[int]
     documents: list[list[int]]
     order: list[int]
     """In which they are asked about; they are stored in another one."""
     question: list[int]
-    answer: list[int]
-    """What is compared behind it: the first right one, or what exact KVs give."""
     answers: list[str]
-    """All that are right."""
 
     def documents_in(self, order: Sequence[int]) -> list[int]:
         """The prompt up to the question, with documents in some order."""
@@ -104,10 +89,9 @@ class Question(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a server says before each token of the right answer, and when it begins to."""
+    """What a server says before each token that exact KVs give, and when it begins to."""
 
     distributions: list[Distribution]
-    loglik: float
     seconds: float
     blended_tokens: int
     f1: float
@@ -130,20 +114,16 @@ def run(args: argparse.Namespace) -> Result:
                 for prompt in packs_of(asked, args.documents):
                     server.store(prompt, custom={"impress_blend": OFF})
             with step("asking"):
-                if args.continuation:
-                    asked = [_continued(server, own, args.continuation) for own in asked]
                 found = ask_all(server, asked, shares, args)
             server.check_log()
     for share, answers in found.items():
         lacking = sum(not own.blended_tokens for own in answers)
         if share < 1.0 and lacking > FEW * len(asked):
             raise BenchFailed(f"{lacking} of {len(asked)} requests were not blended")
-    rows = [_row(share, answers, found) for share, answers in found.items()]
+    rows = [_row(share, answers, found[1.0]) for share, answers in found.items()]
     lengths = [len(own.documents_in(own.order)) for own in asked]
     figures = {"model": model.name, "prompt_tokens": lengths, "rows": rows}
-    names = ("share", "KL", "from", "to", "median", "of reuse", "loss", "agreement")
-    columns = plain(*names, "F1", "right", "blended", "TTFT")
-    return Result(figures, [Table(columns, rows)])
+    return Result(figures, [Table(rows)])
 
 
 def draw(rows: Sequence[Row], tokenize: Tokenize, args: argparse.Namespace) -> list[Question]:
@@ -169,11 +149,10 @@ def draw(rows: Sequence[Row], tokenize: Tokenize, args: argparse.Namespace) -> l
         order = list(range(len(documents)))
         while order == sorted(order) and len(order) > 1:
             rng.shuffle(order)
-        answers = row["answers"]
         question = tokenize(f"{SHOTS}Question: {row['question']}\nAnswer:")
+        answers = row["answers"]
         answers = list(answers if isinstance(answers, list) else answers["text"])
-        answer = tokenize(f" {answers[0]}")
-        questions.append(Question(tokenize(HEAD), documents, order, question, answer, answers))
+        questions.append(Question(tokenize(HEAD), documents, order, question, answers))
     return questions
 
 
@@ -182,9 +161,12 @@ def ask_all(
 ) -> dict[float, list[Answer]]:
     """Answers by share; each alone and to an empty pool."""
     found: dict[float, list[Answer]] = {share: [] for share in shares}
-    for question, share in itertools.product(asked, shares):
-        found[share].append(_ask(server, question, share, args))
+    for question in asked:
+        said = server.generate(question.prompt, args.continuation, custom=_custom(1.0))
         server.flush()
+        for share, answers in found.items():
+            answers.append(_ask(server, question, said["output_ids"], share, args.answer_tokens))
+            server.flush()
     return found
 
 
@@ -195,15 +177,9 @@ def packs_of(asked: Sequence[Question], size: int) -> Iterator[list[int]]:
         yield [*asked[0].head, *(token for own in documents[start : start + size] for token in own)]
 
 
-def _continued(server: Server, question: Question, tokens: int) -> Question:
-    """With what exact KVs give in the place of the right answer."""
-    said = server.generate(question.prompt, tokens, custom=_custom(1.0))
-    # Else the first TTFT would be that of a hit in the pool.
-    server.flush()
-    return question._replace(answer=list(said["output_ids"]))
-
-
-def _ask(server: Server, question: Question, share: float, args: argparse.Namespace) -> Answer:
+def _ask(
+    server: Server, question: Question, continuation: list[int], share: float, answer_tokens: int
+) -> Answer:
     """One question with such a share; nothing of it is stored, but it may stay in the pool.
 
     Raises:
@@ -211,24 +187,18 @@ def _ask(server: Server, question: Question, share: float, args: argparse.Namesp
     """
     prompt, custom = question.prompt, _custom(share)
     began = time.perf_counter()
-    start, whole = len(prompt) - 1, [*prompt, *question.answer]
-    logs = {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": TOP}
-    said: list[Row] = [server.generate(whole, custom=custom, **logs)]
+    logs = {"return_logprob": True, "logprob_start_len": len(prompt) - 1, "top_logprobs_num": TOP}
+    first = server.generate([*prompt, *continuation], custom=custom, **logs)["meta_info"]
     seconds = time.perf_counter() - began
-    if args.answer_tokens:
-        said.append(server.generate(prompt, args.answer_tokens, custom=custom))
-    first = said[0]["meta_info"]
     blended = first["impress"]["blended_tokens"]
     if blended and share == 1.0:
         raise BenchFailed(f"an exact request was blended: {first['impress']}")
-    tops = [own for own in first.get("input_top_logprobs", ()) if own]
-    return Answer(
-        [{entry[1]: entry[0] for entry in own} for own in tops],
-        sum(entry[0] for entry in first.get("input_token_logprobs", [None])[1:]),
-        seconds,
-        blended,
-        *score(said[-1]["text"] if args.answer_tokens else "", question.answers),
-    )
+    text = ""
+    if answer_tokens:
+        text = server.generate(prompt, answer_tokens, custom=custom)["text"]
+    tops = [own for own in first["input_top_logprobs"] if own]
+    distributions = [{entry[1]: entry[0] for entry in own} for own in tops]
+    return Answer(distributions, seconds, blended, *score(text, question.answers))
 
 
 def _custom(share: float) -> dict[str, Any]:
@@ -238,45 +208,25 @@ def _custom(share: float) -> dict[str, Any]:
     return {"impress_store": False, "impress_blend": share}
 
 
-def _row(share: float, answers: Sequence[Answer], found: Mapping[float, Sequence[Answer]]) -> Row:
-    exact = found[1.0]
+def _row(share: float, answers: Sequence[Answer], exact: Sequence[Answer]) -> Row:
     right = [float(b.right) - a.right for a, b in zip(exact, answers, strict=True)]
-    row = {
-        "share": share,
-        "F1": _mean([one.f1 for one in answers]),
-        "right": _mean([one.right for one in answers]),
-        "right_difference": [_mean(right), *interval([right])],
-        "blended": round(statistics.fmean(one.blended_tokens for one in answers)),
-    }
-    own, reuse = _divergences(exact, answers), _divergences(exact, found[0.0])
-    low, high = interval([own])
-    same = [
-        max(a, key=a.__getitem__) == max(b, key=b.__getitem__)
-        for left, right in zip(exact, answers, strict=True)
-        for a, b in zip(left.distributions, right.distributions, strict=True)
+    divergences = [
+        statistics.fmean(map(divergence, a.distributions, b.distributions))
+        for a, b in zip(exact, answers, strict=True)
     ]
-    return row | {
-        "KL": round(statistics.fmean(own), 5),
+    low, high = interval([divergences])
+    return {
+        "share": share,
+        "KL": round(statistics.fmean(divergences), 5),
         "from": round(low, 5),
         "to": round(high, 5),
-        "median": round(statistics.median(own), 5),
-        "of reuse": round(1.0 - statistics.fmean(own) / statistics.fmean(reuse), 3),
-        "loss": _mean([a.loglik - b.loglik for a, b in zip(exact, answers, strict=True)]),
-        "agreement": _mean(same),
+        "F1": round(statistics.fmean(one.f1 for one in answers), 4),
+        "right": round(statistics.fmean(one.right for one in answers), 4),
+        "right_difference": [round(statistics.fmean(right), 4), *interval([right])],
+        "blended": round(statistics.fmean(one.blended_tokens for one in answers)),
         "TTFT": round(statistics.median(one.seconds for one in answers), 4),
-        "divergences": [round(one, 6) for one in own],
+        "divergences": [round(one, 6) for one in divergences],
     }
-
-
-def _divergences(exact: Sequence[Answer], found: Sequence[Answer]) -> list[float]:
-    return [
-        statistics.fmean(map(divergence, a.distributions, b.distributions))
-        for a, b in zip(exact, found, strict=True)
-    ]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return round(statistics.fmean(values), 4)
 
 
 def score(text: str, answers: Sequence[str]) -> tuple[float, bool]:

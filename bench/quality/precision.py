@@ -29,7 +29,7 @@ from torch import Tensor
 
 from bench.core.data import load_tokenize, model_folder, read_rows
 from bench.core.options import DATA, MODEL, Option
-from bench.core.report import Column, Result, Row, Table
+from bench.core.report import Result, Row, Table
 from bench.core.session import BenchFailed, step
 from impress_sglang.cli.calibrate import KVs, Prompts, coded_kvs
 from impress_sglang.codes.groups.codec import (
@@ -44,6 +44,9 @@ from impress_sglang.codes.rows.basis import RATES, Basis
 from impress_sglang.codes.rows.fit import SINK_TOKENS
 from impress_sglang.options import BITS
 
+# Of the text that follows, what is the question.
+QUESTION_TOKENS = 24
+
 
 class Rule(NamedTuple):
     """How KVs are rounded, and bits per element."""
@@ -54,14 +57,8 @@ class Rule(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Rule:
         """Read `KIND BITS`."""
-        kind, _, bits = text.partition(" ")
-        try:
-            rule = cls(kind, float(bits))
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not KIND BITS") from None
-        if kind not in ("coded", "basis") or (kind == "coded" and rule.bits not in BITS):
-            raise argparse.ArgumentTypeError(f"there is no rule {text!r}")
-        return rule
+        kind, bits = text.split()
+        return cls(kind, float(bits))
 
     def __str__(self) -> str:
         return f"{self.kind} {self.bits:g}"
@@ -77,8 +74,7 @@ OPTIONS = (
     ),
     Option("prefixes", 5, "of each text", quick=1),
     Option("prefix-tokens", 1500, "of text", quick=300),
-    Option("follow-tokens", 144, "of the text that follows", quick=40),
-    Option("question-tokens", 24, "of these, what is the question", quick=8),
+    Option("follow-tokens", 144, "of the text that follows; 24 of them do not count", quick=40),
     Option("seed", 5, "draws prefixes"),
     Option("text", (), "files of text, each of one kind, in place of wikitext2", parse=Path),
     DATA,
@@ -89,48 +85,43 @@ OPTIONS = (
 
 def run(args: argparse.Namespace) -> Result:
     """Measure all rules."""
-    if args.question_tokens >= args.follow_tokens:
-        raise BenchFailed("--question-tokens must be fewer than --follow-tokens")
     torch.set_grad_enabled(False)
     folder = model_folder(args.model)
     rates = (own.keeping(bits) for own in map(Basis.load, args.basis) for bits in RATES)
     bases = {round(own.rate, 2): own for own in rates}
-    unknown = [own for own in args.rules if own.kind == "basis" and own.bits not in bases]
-    if unknown:
-        raise BenchFailed(f"no file of --basis has the rate of {', '.join(map(str, unknown))}")
+    known = {*(Rule("coded", bits) for bits in BITS), *(Rule("basis", rate) for rate in bases)}
+    if unknown := {*args.rules} - known:
+        raise BenchFailed(f"no rule {', '.join(map(str, unknown))}; --basis gives its rates")
     reader = Reader(folder, bases)
     with step("text"):
-        divergences = _text(args, folder, reader)
+        found = divergences(args, folder, reader)
     rows: list[Row] = [
         {
             "rule": str(rule),
             "bytes": reader.bytes_of(rule),
-            "KL": round(statistics.fmean(own[rule] for own in divergences.values()), 5),
-            "KL_of": {kind: round(own[rule], 5) for kind, own in divergences.items()},
+            "KL": round(statistics.fmean(own[rule] for own in found.values()), 5),
+            "KL_of": {kind: round(own[rule], 5) for kind, own in found.items()},
         }
         for rule in args.rules
     ]
-    columns = (
-        Column("rule", "rule"),
-        Column("bytes", "bytes", "{:.3f}"),
-        Column("KL", "KL", "{:.5f}"),
-        Column("KL of each kind", lambda row: "  ".join(map(str, row["KL_of"].values()))),
-    )
-    return Result({"model": folder.name, "rows": rows}, [Table(columns, rows, folder.name)])
+    shown = Table(rows, ("rule", "bytes", "KL", "KL_of"), folder.name)
+    return Result({"model": folder.name, "rows": rows}, [shown])
 
 
 class Reader:
     """A model that reads on behind prefixes whose KVs were rounded."""
 
     def __init__(self, folder: Path, bases: Mapping[float, Basis]) -> None:
-        from transformers import AttentionInterface, AutoModelForCausalLM
+        from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers.masking_utils import sdpa_mask
 
         def attend(module: Any, query: Tensor, *more: Any, **how: Any) -> Any:
             self._queries.append(query[0, :, -MEASURED_QUERIES:])
             return sdpa_attention_forward(module, query, *more, **how)
 
         AttentionInterface.register("noting", attend)
+        AttentionMaskInterface.register("noting", sdpa_mask)
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="noting"
         ).eval()
@@ -184,43 +175,31 @@ class Reader:
         for layer, own in enumerate(kvs):
             keys, values = (one.transpose(0, 1)[None].contiguous() for one in own)
             cache.update(keys, values, layer)
-        held = len(kvs[0][0]) if kvs else 0
-        seen = torch.ones(len(tokens), held + len(tokens), dtype=torch.bool).tril(held)
-        found = self.model(
-            torch.tensor([list(tokens)]),
-            past_key_values=cache,
-            position_ids=torch.arange(held, held + len(tokens))[None],
-            attention_mask=seen[None, None],
-        )
-        return cache, found.logits
+        return cache, self.model(torch.tensor([list(tokens)]), past_key_values=cache).logits
 
 
-def _text(args: argparse.Namespace, folder: Path, reader: Reader) -> dict[str, dict[Rule, float]]:
+def divergences(
+    args: argparse.Namespace, folder: Path, reader: Reader
+) -> dict[str, dict[Rule, float]]:
     """Of each kind of text the mean divergence of each rule."""
     texts = {path.stem: path.read_text(encoding="utf-8") for path in args.text}
     if not texts:
         texts["wikitext2"] = "\n".join(row["text"] for row in read_rows(args.data, "wikitext2"))
-    tokenize, found = load_tokenize(folder), {}
-    for kind, text in texts.items():
-        tokens = tokenize(text)
-        if len(tokens) < args.prefix_tokens + args.follow_tokens:
+    tokenize, means = load_tokenize(folder), {}
+    length = args.prefix_tokens + args.follow_tokens
+    for kind, whole in texts.items():
+        tokens = tokenize(whole)
+        if len(tokens) < length:
             raise BenchFailed(f"{kind} has only {len(tokens)} tokens; give more of it")
-        found[kind] = _divergences(args, tokens, reader)
-    return found
-
-
-def _divergences(
-    args: argparse.Namespace, tokens: Sequence[int], reader: Reader
-) -> dict[Rule, float]:
-    length, asked = args.prefix_tokens + args.follow_tokens, args.question_tokens
-    found: dict[Rule, list[float]] = {rule: [] for rule in args.rules}
-    rng = random.Random(args.seed)
-    for _ in range(args.prefixes):
-        start = rng.randrange(len(tokens) - length + 1)
-        kvs, energies = reader.prefix(tokens[start:][: args.prefix_tokens])
-        text = tokens[start + args.prefix_tokens : start + length]
-        exact = reader.follow(kvs, text)[asked:]
-        for rule in args.rules:
-            other = reader.follow(reader.rounded(rule, kvs, energies), text)[asked:]
-            found[rule].append(float((exact.exp() * (exact - other)).sum(-1).mean()))
-    return {rule: statistics.fmean(own) for rule, own in found.items()}
+        found: dict[Rule, list[float]] = {rule: [] for rule in args.rules}
+        rng = random.Random(args.seed)
+        for _ in range(args.prefixes):
+            start = rng.randrange(len(tokens) - length + 1)
+            kvs, energies = reader.prefix(tokens[start:][: args.prefix_tokens])
+            text = tokens[start + args.prefix_tokens : start + length]
+            exact = reader.follow(kvs, text)[QUESTION_TOKENS:]
+            for rule, own in found.items():
+                other = reader.follow(reader.rounded(rule, kvs, energies), text)[QUESTION_TOKENS:]
+                own.append(float((exact.exp() * (exact - other)).sum(-1).mean()))
+        means[kind] = {rule: statistics.fmean(own) for rule, own in found.items()}
+    return means

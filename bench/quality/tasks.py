@@ -30,6 +30,8 @@ COMPLETION, SIGNATURE = "completion", "signature"
 TASKS = ("piqa", "rte", "copa", "openbookqa", SQUAD, COMPLETION, SIGNATURE)
 # Their log-likelihoods are divided by the options' bytes.
 NORMALISED = ("piqa", "openbookqa")
+# Examples of a prefix, and passages of one of squad.
+SHOTS, PASSAGES = 10, 10
 SQUAD_INTRODUCTION = "Answer the questions about these passages."
 OPTIONS = 4
 # Solved questions that are never asked (their place in the drawn order).
@@ -78,7 +80,7 @@ def make_task(name: str, tokenize: Tokenize, args: argparse.Namespace) -> Task:
     Args:
         name: of the task.
         tokenize: by the model's tokenizer.
-        args: the options `data`, `seed`, `examples`, `prefixes`, `shots` and `passages`.
+        args: the options `data`, `seed`, `examples` and `prefixes`.
 
     Raises:
         BenchFailed: the data is missing or too small, or a prefix is too short to be stored.
@@ -98,7 +100,7 @@ def make_task(name: str, tokenize: Tokenize, args: argparse.Namespace) -> Task:
         if len(prefix) < MIN_PREFIX_TOKENS:
             raise BenchFailed(
                 f"{name}: a prefix has {len(prefix)} tokens, and none shorter than "
-                f"{MIN_PREFIX_TOKENS} is stored; give more --shots"
+                f"{MIN_PREFIX_TOKENS} is stored"
             )
         for own in questions:
             options = tuple(tokenize(f" {option}") for option in own.options)
@@ -113,12 +115,12 @@ def _few_shot_groups(drawn: Sequence[Question], args: argparse.Namespace) -> lis
         raise BenchFailed(f"{len(drawn)} rows are too few for {args.examples} examples")
     asked, shots, count = drawn[: args.examples], iter(drawn[args.examples :]), args.prefixes
     parts = (asked[len(asked) * i // count : len(asked) * (i + 1) // count] for i in range(count))
-    return [(_few_shot_text(shots, args.shots), part) for part in parts]
+    return [(_few_shot_text(shots), part) for part in parts]
 
 
-def _few_shot_text(shots: Iterator[Question], count: int) -> str:
-    if len(chosen := list(itertools.islice(shots, count))) < count:
-        raise BenchFailed("too few rows for so many --examples, --prefixes and --shots")
+def _few_shot_text(shots: Iterator[Question]) -> str:
+    if len(chosen := list(itertools.islice(shots, SHOTS))) < SHOTS:
+        raise BenchFailed("too few rows for so many --examples and --prefixes")
     return "".join(question.shot + SEPARATOR for question in chosen)
 
 
@@ -132,8 +134,8 @@ def _squad_groups(
     contexts = _shuffled([*of_passage], rng)
 
     def groups() -> Iterator[_Group]:
-        for start in range(0, len(contexts) - args.passages + 1, args.passages):
-            chosen = contexts[start : start + args.passages]
+        for start in range(0, len(contexts) - PASSAGES + 1, PASSAGES):
+            chosen = contexts[start : start + PASSAGES]
             on_them = [row for context in chosen for row in of_passage[context]]
             drawn = [_squad_question(row, on_them, rng) for row in _shuffled(on_them, rng)]
             yield SEPARATOR.join([SQUAD_INTRODUCTION, *chosen, ""]), drawn[SQUAD_SHOTS:]
@@ -212,8 +214,6 @@ def _squad_question(row: Row, on_them: Sequence[Row], rng: random.Random) -> Que
     others = {other["answers"][0].lower(): other["answers"][0] for other in on_them}
     for answer in row["answers"]:
         others.pop(answer.lower(), None)
-    if len(others) < OPTIONS - 1:
-        raise BenchFailed("squad: too few different answers on these passages; more --passages")
     return _one_of(f"Question: {row['question']}\nAnswer:", gold, others.values(), rng)
 
 

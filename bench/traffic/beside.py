@@ -2,8 +2,8 @@
 
 The demo's model, caches of 0 GB, and a device pool with room for all. One client streams a long
 answer while another one asks for a prefix of --prefix-tokens random tokens, or for the same where
-it is in the pool and nothing is loaded: the stream's longest, second and median gap in ms and
-tokens that came meanwhile, TTFT of the other one and MB it read; medians of --repeats.
+it is in the pool and nothing is loaded: the stream's longest and median gap in ms, TTFT of the
+other one and MB it read; medians of --repeats.
 
 Many clients at once and chats are in `python -m bench trace`.
 """
@@ -11,20 +11,17 @@ Many clients at once and chats are in `python -m bench trace`.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
 import random
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from bench.core.data import model_folder
 from bench.core.options import DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option
-from bench.core.report import Result, Row, Table, plain
-from bench.core.servers import Server, servers, store_flags
+from bench.core.report import Result, Row, Table
+from bench.core.servers import Server, Stream, gaps_of, servers, store_flags
 from bench.core.session import step
-from bench.traffic.clients import Stream, gaps_of, tokens_between
 
 NOT_STORED: dict[str, Any] = {"impress_store": False}
 EXACT: dict[str, Any] = {"impress_bits": "exact", **NOT_STORED}
@@ -35,8 +32,7 @@ QUESTION_TOKENS = 8
 BEFORE_TOKENS = 20
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Beside:
+class Beside(NamedTuple):
     """What somebody asks for beside a stream: a stored prefix or a new one, or nothing at all.
 
     `resident`: the prefix is in the pool already, so that nothing is loaded.
@@ -46,7 +42,7 @@ class Beside:
     stored: bool | None = True
     resident: bool = False
     mbps: float = 0.0
-    custom: Mapping[str, Any] = dataclasses.field(default_factory=lambda: NOT_STORED)
+    custom: Mapping[str, Any] = NOT_STORED
 
 
 GAPS = (
@@ -57,19 +53,11 @@ GAPS = (
     Beside("default bits, 20 MB/s", mbps=20),
     Beside("exact, 80 MB/s", mbps=80, custom=EXACT),
 )
-SHOWN = (
-    *("beside", "longest_ms", "second_ms", "median_ms", "tokens_meanwhile", "ttft_ms"),
-    *("read_mb", "cached_tokens"),
-)
 OPTIONS = (
     Option("prefix-tokens", 3000, "of a random prefix", quick=1000),
     Option("answer-tokens", 150, "of a stream", quick=60),
     Option("repeats", 3, "of each gap", quick=1),
-    SERVER_FLAG,
-    MODEL,
-    DTYPE,
-    SEED,
-    KEEP,
+    *(SERVER_FLAG, MODEL, DTYPE, SEED, KEEP),
 )
 
 
@@ -80,59 +68,51 @@ def run(args: argparse.Namespace) -> Result:
         flags = [*SIZES, *store_flags(pool.folder / "kv"), *args.server_flag]
         with pool.running("beside", model, args.dtype, *flags) as server:
             work = Work(args, server)
-            with step("storing and warming up"):
-                work.prepare()
             with step("gaps"):
-                rows = work.gaps()
+                found = [[work.gap(own) for own in GAPS] for _ in range(args.repeats)]
             server.check_log()
-    return Result({"model": model.name, "gaps": rows}, [Table(plain(*SHOWN), rows)])
+    rows = []
+    for own, repeats in zip(GAPS, zip(*found, strict=True), strict=True):
+        medians = {key: statistics.median(one[key] for one in repeats) for key in repeats[0]}
+        rows.append({"beside": own.name, **medians, "repeats": list(repeats)})
+    return Result({"model": model.name, "gaps": rows}, [Table(rows)])
 
 
 class Work:
-    """A server that has a prefix in its store."""
+    """A server that has a prefix in its store, and has served each way once, as the first requests
+    take longer."""
 
     def __init__(self, args: argparse.Namespace, server: Server) -> None:
         self._args, self._server = args, server
         self._chance = random.Random(f"{args.seed} beside")
         self._prefix = self._fresh(args.prefix_tokens)
         self._short = self._fresh(SHORT_TOKENS)
-
-    def prepare(self) -> None:
-        """Store the prefix, and take each way once: first requests take longer."""
-        self._server.store(self._question(self._prefix))
+        server.store(self._question(self._prefix))
         for custom in (NOT_STORED, EXACT):
-            self._server.generate(self._question(self._prefix), custom=custom)
-            self._server.flush()
+            server.generate(self._question(self._prefix), custom=custom)
+            server.flush()
 
-    def gaps(self) -> list[Row]:
-        """Of a stream, beside each kind of request."""
-        found: dict[str, list[Row]] = {beside.name: [] for beside in GAPS}
-        for _ in range(self._args.repeats):
-            for beside in GAPS:
-                found[beside.name].append(self._gap(beside))
-        return [{"beside": own, **medians(rows), "repeats": rows} for own, rows in found.items()]
-
-    def _gap(self, beside: Beside) -> Row:
-        """A stream with a request beside it."""
-        row: Row = {}
-        with self._drive(beside.mbps):
-            before = self._read_bytes()
-            if beside.resident:
-                self._server.generate(self._question(self._prefix), custom=NOT_STORED)
-            stream = Stream(self._server, self._short, self._args.answer_tokens, NOT_STORED)
-            stream.wait(BEFORE_TOKENS)
-            if beside.stored is not None:
-                prefix = self._prefix if beside.stored else self._fresh(self._args.prefix_tokens)
-                began = time.perf_counter()
-                answer = self._server.generate(self._question(prefix), custom=beside.custom)
-                ended = time.perf_counter()
-                cached = answer["meta_info"]["cached_tokens"]
-                row |= {"ttft_ms": (ended - began) * 1e3, "cached_tokens": cached}
-            came, read = stream.join(), self._read_bytes() - before
+    def gap(self, beside: Beside) -> Row:
+        """The figures of a stream with a request beside it; the pool is empty before and after."""
+        server, row = self._server, Row()
+        before = self._read_bytes()
+        server.emulate_ssd(beside.mbps)
+        if beside.resident:
+            server.generate(self._question(self._prefix), custom=NOT_STORED)
+        stream = Stream(server, self._short, self._args.answer_tokens, NOT_STORED)
+        stream.wait(BEFORE_TOKENS)
         if beside.stored is not None:
-            row["tokens_meanwhile"] = tokens_between(came, began, ended)
-            row["read_mb"] = read / 1e6
-        return rounded(row | describe_gaps(gaps_of(came)))
+            prefix = self._prefix if beside.stored else self._fresh(self._args.prefix_tokens)
+            began = time.perf_counter()
+            answer = server.generate(self._question(prefix), custom=beside.custom)
+            row["ttft_ms"] = round((time.perf_counter() - began) * 1e3, 1)
+            row["cached_tokens"] = answer["meta_info"]["cached_tokens"]
+        gaps = [gap * 1e3 for gap in gaps_of(stream.join())]
+        row |= {"longest_ms": round(max(gaps), 1), "median_ms": round(statistics.median(gaps), 1)}
+        row["read_mb"] = round((self._read_bytes() - before) / 1e6, 1)
+        server.emulate_ssd(0)
+        server.flush()
+        return row
 
     def _read_bytes(self) -> int:
         """Of requests that have ended."""
@@ -144,31 +124,3 @@ class Work:
 
     def _question(self, prefix: Sequence[int]) -> list[int]:
         return [*prefix, *self._fresh(QUESTION_TOKENS)]
-
-    @contextlib.contextmanager
-    def _drive(self, mbps: float) -> Iterator[None]:
-        """An empty pool and a drive of that rate; both are put right afterwards."""
-        self._server.flush()
-        self._server.emulate_ssd(mbps)
-        try:
-            yield
-        finally:
-            self._server.emulate_ssd(0)
-            self._server.flush()
-
-
-def describe_gaps(gaps: Sequence[float]) -> Row:
-    """In milliseconds: the longest, the second and the median one."""
-    *_, second, longest = ordered = sorted(gaps)
-    named = {"longest_ms": longest, "second_ms": second, "median_ms": ordered[len(ordered) // 2]}
-    return {name: gap * 1e3 for name, gap in named.items()}
-
-
-def medians(rows: Sequence[Row]) -> Row:
-    """Of each figure that the rows have."""
-    return rounded({name: statistics.median(row[name] for row in rows) for name in rows[0]})
-
-
-def rounded(row: Row) -> Row:
-    """Figures with one digit."""
-    return {name: round(value, 1) for name, value in row.items()}

@@ -4,10 +4,9 @@ Its data set `generated-shared-prefix` has --groups with a system prompt each, b
 --prompts are asked in a random order, with --turns each: what was said is part of the next prompt.
 The device pool has room for --pool-share of them all, and memory on the host is as large.
 
-Columns: median TTFT in ms with its 95% interval, that of the later half, the 99th percentile, and
-median and mean as multiples of the first system's (paired bootstrap over requests); prompt and
-answer tokens per second; p99 of the time between tokens in ms; share of the prompt tokens that were
-cached; MB read and written.
+Columns: median TTFT in ms and its 99th percentile; prompt and answer tokens per second; p99 of the
+time between tokens in ms; share of the prompt tokens that were cached; MB read and written; median
+and mean TTFT as multiples of the first system's (paired bootstrap over requests).
 """
 
 from __future__ import annotations
@@ -15,22 +14,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bench.core.data import model_folder
 from bench.core.options import Option
-from bench.core.report import Result, Row, Table, interval, plain
-from bench.core.servers import Server, servers
-from bench.core.session import BenchFailed, step
-from bench.traffic.clients import file_bytes
+from bench.core.report import Result, Row, Table
+from bench.core.servers import Server
+from bench.core.session import BenchFailed
 from bench.traffic.systems import OPTIONS as SYSTEMS
-from bench.traffic.systems import PAGE_TOKENS, Systems, compare
+from bench.traffic.systems import PAGE_TOKENS, measure
 
 OPTIONS = (
     Option("groups", 12, "system prompts", quick=3),
@@ -55,22 +51,14 @@ def run(args: argparse.Namespace) -> Result:
     prompt = args.system_tokens + args.turns * turn
     whole = args.groups * (args.system_tokens + args.prompts * args.turns * turn)
     room = int(max(args.pool_share * whole, SPARE * args.at_once * prompt))
-    systems, rows = Systems(args, model, room - room % PAGE_TOKENS + PAGE_TOKENS), []
-    with servers(args) as pool:
-        for system, mbps, server in systems.each(pool):
-            with step(f"{system}, {mbps:g} MB/s"):
-                row, ttfts = ask(args, server, model, pool.folder)
-            rows.append({"system": system, "mbps": mbps, **row, "ttfts": ttfts})
-    compare(rows)
-    figures = {"model": model.name, "pool_tokens": systems.room, "host_bytes": systems.host_bytes}
-    shown = plain(*(name for name in rows[0] if name != "ttfts"))
-    return Result(figures | {"rows": rows}, [Table(shown, rows)])
+    room += PAGE_TOKENS - room % PAGE_TOKENS
+    with tempfile.TemporaryDirectory() as folder:
+        figures = measure(args, model, room, lambda server: ask(args, server, Path(folder), model))
+    return Result(figures, [Table(figures["rows"])])
 
 
-def ask(
-    args: argparse.Namespace, server: Server, model: Path, folder: Path
-) -> tuple[Row, list[float]]:
-    """One run of the client; its figures, and TTFTs in ms in the order of the requests."""
+def ask(args: argparse.Namespace, server: Server, folder: Path, model: Path) -> Row:
+    """One run of the client; TTFTs are in the order of the requests."""
     found = folder / "client.jsonl"
     found.unlink(missing_ok=True)
     # Turns are a chat's.
@@ -85,26 +73,18 @@ def ask(
     command += ["--warmup-requests=0", f"--seed={args.seed}", *args.client_flag]
     # It keeps its prompts under its home.
     variables = os.environ | {"HOME": str(folder), "HF_HUB_OFFLINE": "1"}
-    before = file_bytes(server.pid)
     ended = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    after = file_bytes(server.pid)
     if ended.returncode or not found.exists():
         raise BenchFailed(f"bench_serving failed: {(ended.stderr or ended.stdout)[-2000:]}")
     told: dict[str, Any] = json.loads(found.read_text())
     if any(told["errors"]):
         raise BenchFailed(f"a request failed: {next(filter(None, told['errors']))}")
-    ttfts = [round(own * 1e3, 2) for own in told["ttfts"]]
-    low, high = interval([ttfts], of=np.median)
-    row = {
+    return {
         "requests": told["completed"],
         "ttft_p50": round(told["median_ttft_ms"], 1),
-        "interval": f"{low:.0f}-{high:.0f}",
-        "later_half": round(statistics.median(ttfts[len(ttfts) // 2 :]), 1),
         "ttft_p99": round(told["p99_ttft_ms"], 1),
         "tokens_per_s": round(told["total_throughput"], 1),
         "itl_p99": round(told["p99_itl_ms"], 1),
         "cached": round(told["cache_report"]["cache_hit_rate_pct"] / 100, 4),
-        "read_mb": round((after[0] - before[0]) / 1e6, 1),
-        "written_mb": round((after[1] - before[1]) / 1e6, 1),
+        "ttfts": [round(own * 1e3, 2) for own in told["ttfts"]],
     }
-    return row, ttfts

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from bench.core.data import kv_bytes_per_token
 from bench.core.options import DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option, one_of
 from bench.core.report import Row, interval
-from bench.core.servers import HICACHE, HICACHE_MBPS, OURS, STOCK, Server, Servers
+from bench.core.servers import HICACHE, HICACHE_MBPS, OURS, STOCK, Server, servers
+from bench.core.session import step
 from impress_sglang.cli.main import HICACHE as BACKEND
 
 # Stock SGLang; HiCache with its `file` backend, and with ours; few bits, as a server has them that
@@ -45,52 +46,68 @@ HICACHE_FOLDER = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 HOST_RATIO = 1.05
 
 
-@dataclasses.dataclass(frozen=True)
-class Systems:
-    """Servers of all systems at all rates, one after the other."""
+def measure(
+    args: argparse.Namespace, model: Path, room: int, ask: Callable[[Server], Row]
+) -> dict[str, Any]:
+    """The figures of all systems at all rates, one after the other, with a pool of so many tokens.
 
-    args: argparse.Namespace
-    model: Path
-    room: int
-
-    @property
-    def host_bytes(self) -> int:
-        """Of host memory for KVs."""
-        return int(HOST_RATIO * self.room * kv_bytes_per_token(self.model, self.args.dtype))
-
-    def each(self, pool: Servers) -> Iterator[tuple[str, float, Server]]:
-        """A warm server of each; its log is looked at when the next is asked for."""
-        for mbps, system in itertools.product(self.args.mbps, self.args.systems):
-            with self._running(pool, system, mbps) as server:
+    `ask` gives those of a warm server, among them `ttfts` in ms, of the same requests each time.
+    """
+    host_bytes = int(HOST_RATIO * room * kv_bytes_per_token(model, args.dtype))
+    flags = [f"--max-total-tokens={room}", f"--chunked-prefill-size={CHUNK_TOKENS}"]
+    rows = []
+    with servers(args) as pool:
+        for mbps, system in itertools.product(args.mbps, args.systems):
+            name = f"{system}-{mbps:g}"
+            how, own = flags_of(system, pool.folder / f"kv-{name}", host_bytes, mbps)
+            own += args.server_flag if how["preload"] == OURS else []
+            with pool.running(name, model, args.dtype, *flags, *own, **how) as server:
+                if how["preload"] == OURS:
+                    server.emulate_ssd(mbps)
                 # First requests take longer.
                 server.generate(list(range(100, 140)), 4)
                 server.flush()
-                yield system, mbps, server
+                with step(f"{system}, {mbps:g} MB/s"):
+                    before = file_bytes(server.pid)
+                    row = {"system": system, "mbps": mbps, **ask(server)}
+                    read, written = np.subtract(file_bytes(server.pid), before) / 1e6
+                row |= {"read_mb": round(float(read), 1), "written_mb": round(float(written), 1)}
                 server.check_log()
+            rows.append(row)
+    compare(rows)
+    return {"model": model.name, "pool_tokens": room, "host_bytes": host_bytes, "rows": rows}
 
-    @contextlib.contextmanager
-    def _running(self, pool: Servers, system: str, mbps: float) -> Iterator[Server]:
-        name = f"{system}-{mbps:g}"
-        store, flags, told = pool.folder / f"kv-{name}", [], {}
-        preload = {"stock": STOCK, "hicache": HICACHE, "backend": HICACHE}.get(system, OURS)
-        if preload == HICACHE:
-            flags += [*HICACHE_FLAGS, f"--hicache-ratio={HOST_RATIO}"]
-            told = {HICACHE_FOLDER: str(store), HICACHE_MBPS: str(mbps)}
-            if system == "backend":
-                extra = BACKEND | {"ssd_dir": str(store), "ssd_gb": 100, "min_free_gb": 0}
-                flags += ["--hicache-storage-backend=dynamic"]
-                flags += [f"--hicache-storage-backend-extra-config={json.dumps(extra)}"]
-        elif preload == OURS:
-            flags += ["--enable-impress", f"--impress-ssd-dir={store}", "--impress-min-free-gb=0"]
-            flags += ["--impress-device-gb=0", f"--impress-host-gb={self.host_bytes / 1e9:.4f}"]
-            flags += ["--impress-bits=exact"] if system == "exact" else []
-            flags += self.args.server_flag
-        flags += [f"--max-total-tokens={self.room}", f"--chunked-prefill-size={CHUNK_TOKENS}"]
-        how = {"preload": preload, "environment": told}
-        with pool.running(name, self.model, self.args.dtype, *flags, **how) as server:
-            if preload == OURS:
-                server.emulate_ssd(mbps)
-            yield server
+
+def flags_of(
+    system: str, store: Path, host_bytes: int, mbps: float
+) -> tuple[dict[str, Any], list[str]]:
+    """What a server of a system is, and its flags."""
+    if system == "stock":
+        return {"preload": STOCK}, []
+    if system in ("impress", "exact"):
+        flags = ["--enable-impress", f"--impress-ssd-dir={store}", "--impress-min-free-gb=0"]
+        flags += ["--impress-device-gb=0", f"--impress-host-gb={host_bytes / 1e9:.4f}"]
+        return {"preload": OURS}, flags + ["--impress-bits=exact"] * (system == "exact")
+    flags = [*HICACHE_FLAGS, f"--hicache-ratio={HOST_RATIO}"]
+    if system == "backend":
+        extra = BACKEND | {"ssd_dir": str(store), "ssd_gb": 100, "min_free_gb": 0}
+        flags += ["--hicache-storage-backend=dynamic"]
+        flags += [f"--hicache-storage-backend-extra-config={json.dumps(extra)}"]
+    told = {HICACHE_FOLDER: str(store), HICACHE_MBPS: str(mbps)}
+    return {"preload": HICACHE, "environment": told}, flags
+
+
+def file_bytes(pid: int) -> tuple[int, int]:
+    """What the processes of a server have read from files and written to them, be it to and from
+    the page cache."""
+    main, read, written = psutil.Process(pid), 0, 0
+    for process in (main, *main.children(recursive=True)):
+        # It has ended, or the kernel does not say.
+        with contextlib.suppress(psutil.Error, NotImplementedError):
+            own = process.io_counters()
+            read += max(own.read_bytes, own.read_chars)
+            written += max(own.write_bytes, own.write_chars)
+    return read, written
 
 
 def compare(rows: Sequence[Row]) -> None:

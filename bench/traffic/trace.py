@@ -14,7 +14,7 @@ blocks, and their text is WikiText's (`traffic/sessions.py`). The device pool ha
 
 Columns: TTFT in ms over all requests; prompt and answer tokens per second; gaps in ms between
 pieces of answers, so what the loads and prefills of others cost; the share of prompt tokens that
-was cached, and where; MB read from files and written to them in all; median and mean TTFT as
+was cached; MB read from files and written to them in all; median and mean TTFT as
 multiples of the first system's, with 95% intervals (paired bootstrap over requests). --mbps slows
 reads of the store or of HiCache's files down to a drive's.
 """
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -32,13 +31,11 @@ import numpy as np
 
 from bench.core.data import load_tokenize, model_folder, read_rows
 from bench.core.options import DATA, Option
-from bench.core.report import Result, Row, Table, plain, ratio
-from bench.core.servers import Piece, Server, servers
-from bench.core.session import step
-from bench.traffic.clients import file_bytes, gaps_of
+from bench.core.report import Result, Row, Table, ratio
+from bench.core.servers import Piece, Server, gaps_of
 from bench.traffic.sessions import TRACE, Scale, Session, Turn, read_sessions
 from bench.traffic.systems import OPTIONS as SYSTEMS
-from bench.traffic.systems import PAGE_TOKENS, Systems, compare
+from bench.traffic.systems import PAGE_TOKENS, measure
 
 OPTIONS = (
     TRACE,
@@ -63,7 +60,7 @@ class Asked(NamedTuple):
     began: float
     came: Sequence[Piece]
     prompt_tokens: int
-    cached: dict[str, int]
+    cached_tokens: int
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -77,24 +74,16 @@ def run(args: argparse.Namespace) -> Result:
     longest = max(len(scale.ask(turn).tokens) for own in sessions for turn in own)
     room = int(max(args.pool_share * working_set, LEAST_ROOM * longest)) + SPARE_TOKENS
     room -= room % PAGE_TOKENS
-    systems, rows = Systems(args, model, room), []
-    with servers(args) as pool:
-        for system, mbps, server in systems.each(pool):
-            with step(f"{system}, {mbps:g} MB/s: {len(sessions)} sessions"):
-                row = replay(server, sessions, scale, args.at_once)
-            rows.append({"system": system, "mbps": mbps, **row})
-    compare(rows)
-    sizes_told = {
+    told = {
         "trace": args.trace.stem,
         "requests": sum(map(len, sessions)),
         "working_set_tokens": working_set,
         "longest_prompt": longest,
-        "pool_tokens": room,
     }
-    shown = plain(*(name for name in rows[0] if name not in ("cached_tokens", "ttfts")))
-    told = ", ".join(f"{name} {own}" for name, own in sizes_told.items())
-    figures = {"model": model.name, **sizes_told, "host_bytes": systems.host_bytes, "rows": rows}
-    return Result(figures, [Table(shown, rows, told)])
+    figures = measure(
+        args, model, room, lambda server: replay(server, sessions, scale, args.at_once)
+    )
+    return Result(told | figures, [Table(figures["rows"], caption=str(told))])
 
 
 def choose(sessions: Sequence[Session], count: int) -> list[Session]:
@@ -105,15 +94,10 @@ def choose(sessions: Sequence[Session], count: int) -> list[Session]:
 
 def replay(server: Server, sessions: Sequence[Session], scale: Scale, at_once: int) -> Row:
     """Play all sessions; the figures of it."""
-    before, began = file_bytes(server.pid), time.perf_counter()
+    began = time.perf_counter()
     with ThreadPoolExecutor(at_once) as pool:
         played = list(pool.map(lambda own: play(server, own, scale), sessions))
-    ended, after = time.perf_counter(), file_bytes(server.pid)
-    read, written = ((b - a) / 1e6 for a, b in zip(before, after, strict=True))
-    return describe([asked for own in played for asked in own], ended - began) | {
-        "read_mb": round(read, 1),
-        "written_mb": round(written, 1),
-    }
+    return describe([asked for own in played for asked in own], time.perf_counter() - began)
 
 
 def play(server: Server, session: Sequence[Turn], scale: Scale) -> list[Asked]:
@@ -124,10 +108,7 @@ def play(server: Server, session: Sequence[Turn], scale: Scale) -> list[Asked]:
         time.sleep(ask.pause_seconds if found else 0.0)
         began = time.perf_counter()
         came = list(server.stream(ask.tokens, ask.answer_tokens))
-        meta = came[-1].meta
-        details = meta.get("cached_tokens_details") or {"device": meta["cached_tokens"]}
-        cached = {name: own for name, own in details.items() if isinstance(own, int)}
-        found.append(Asked(began, came, len(ask.tokens), cached))
+        found.append(Asked(began, came, len(ask.tokens), came[-1].meta["cached_tokens"]))
     return found
 
 
@@ -136,7 +117,6 @@ def describe(asked: Sequence[Asked], seconds: float) -> Row:
     first = [(own.came[0].at - own.began) * 1e3 for own in asked]
     gaps = [gap * 1e3 for own in asked for gap in gaps_of(own.came)] or [0.0]
     prompts = sum(own.prompt_tokens for own in asked)
-    cached: Counter[str] = sum((Counter(own.cached) for own in asked), Counter())
     tokens = prompts + sum(own.came[-1].tokens for own in asked)
     ttft = {
         f"ttft_p{percent}": round(float(np.percentile(first, percent)), 1)
@@ -146,8 +126,7 @@ def describe(asked: Sequence[Asked], seconds: float) -> Row:
         "tokens_per_s": round(tokens / seconds, 1),
         "gap_p99": round(float(np.percentile(gaps, 99)), 1),
         "gap_max": round(max(gaps), 1),
-        "cached": ratio(sum(cached.values()), prompts),
-        "cached_tokens": dict(cached),
+        "cached": ratio(sum(own.cached_tokens for own in asked), prompts),
         "seconds": round(seconds, 1),
         "ttfts": [round(own, 2) for own in first],
     }

@@ -39,11 +39,9 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
+def zygote() -> Zygote:
     """Forks servers, so that SGLang is imported once and not three times for each."""
-    process = Zygote()
-    yield process
-    process.close()
+    return Zygote()
 
 
 @pytest.fixture(scope="session")

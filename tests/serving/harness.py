@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.core import servers
 from bench.core.servers import REQUEST_SECONDS, TRACEBACK, RunningServer
 from bench.core.session import BenchFailed, ReservedPort
-from bench.core.zygote import TELL_WHERE, ForkedProcess
+from bench.core.zygote import TELL_WHERE
 from bench.core.zygote import Zygote as ZygoteProcess
 from impress_sglang.serving.metrics import COUNTERS, GAUGES, PREFIX
 from tests.fault_control import CONTROL_VARIABLE, FaultControl
@@ -85,7 +86,7 @@ def place_flags() -> tuple[str, ...]:
 class LaunchedProcess(subprocess.Popen[bytes]):
     """The command that users type, in a process group of its own."""
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return self.poll() is None
 
 
@@ -108,7 +109,7 @@ class Zygote(ZygoteProcess):
         """
         own = {SCRIPT_VARIABLE: str(script), ARGUMENTS_VARIABLE: json.dumps(arguments)}
         process = self.fork([], log, preload=SCRIPT, environment=own)
-        wait_until(lambda: not process.alive(), SCRIPT_TIMEOUT_S)
+        wait_until(lambda: not process.is_alive(), SCRIPT_TIMEOUT_S)
         told, _, status = log.read_text(errors="replace").rpartition(ENDED)
         assert status.strip() == "0", tail(told + status)
         return told
@@ -119,7 +120,7 @@ class Server(RunningServer):
 
     ready_route = "/ready"
 
-    def __init__(self, process: ForkedProcess | LaunchedProcess, port: int, log: Path) -> None:
+    def __init__(self, process: ForkServerProcess | LaunchedProcess, port: int, log: Path) -> None:
         super().__init__(process, port, log)
         self.port = port
         # Whether requests run without being taken out and put back.
@@ -177,7 +178,7 @@ class Server(RunningServer):
     def assert_quiet(self) -> None:
         """No memory leak report, no exception, and still alive."""
         self.check_log(self._forgiven)
-        assert self.process.alive(), tail(self.log_text())
+        assert self.process.is_alive(), tail(self.log_text())
 
     def forgive(self, error: str) -> None:
         """Each exception that the log has so far is this one, which was raised on purpose."""
@@ -308,7 +309,7 @@ def running(
     with contextlib.closing(ReservedPort()) as port:
         argv = [f"--model-path={model}", f"--port={port.number}", *USUAL_FLAGS, *place_flags()]
         argv += [*flags, *more]
-        process: ForkedProcess | LaunchedProcess
+        process: ForkServerProcess | LaunchedProcess
         if zygote is not None:
             process = zygote.fork(argv, log, preload=preload, environment=own)
         else:
@@ -328,4 +329,4 @@ def running(
         finally:
             server.stop()
             server.kill()
-            assert not process.alive(), "a killed server does not end"
+            assert not process.is_alive(), "a killed server does not end"

@@ -424,7 +424,7 @@ class Life:
             self._world.problem(str(error))
         if not self._setting.is_killed:
             dead = f"the server is dead:\n{tail(self._server.log_text())}"
-            self._require(self._server.process.alive(), dead)
+            self._require(self._server.process.is_alive(), dead)
 
     def _require_sound(self, stats: dict[str, Any]) -> None:
         self._require(stats["integrity"] == "ok", f"integrity: {stats['integrity']}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.traffic.clients import Stream
+from bench.core.servers import Stream
 from tests.serving.compare import assert_same, gaps_between, report
 from tests.serving.conftest import CRAMPED, Serve
 from tests.serving.damage import flip_code, segment_of

@@ -76,7 +76,7 @@ def bench(workdir: Path, stock: Server, serve: Serve) -> Iterator[Bench]:
     patience = f"--impress-io-timeout={PATIENCE_S}"
     with serve("faults", *flags, patience, faults=control, quiet=False) as server:
         yield Bench(stock, server, control, workdir / "store-faults")
-        assert server.process.alive()
+        assert server.process.is_alive()
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import requests
 
+from bench.core.servers import Stream
 from bench.core.session import BenchFailed
-from bench.traffic.clients import Stream
 from tests.serving.compare import assert_same, gaps_between, paths, report
 from tests.serving.conftest import Serve
 from tests.serving.damage import store_damaged

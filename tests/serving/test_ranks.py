@@ -88,7 +88,7 @@ def ranks(
             control.set(Rule("kill", "rename", SECOND, name="kill rename"))
             with contextlib.suppress(requests.RequestException):
                 server.store_prompts(random_tokens(900, 701))
-            wait_until(lambda: not server.process.alive(), HANGS_S)
+            wait_until(lambda: not server.process.is_alive(), HANGS_S)
             assert control.hits()["kill rename"] == before + 1
         control.set()
     with serve(kind, *FLAGS, **how) as server:
@@ -248,7 +248,7 @@ def test_a_rank_that_is_killed(
         with contextlib.suppress(requests.RequestException):
             ask_often(server, prompts, want, count)
         assert control.hits()[rule.name], "no rank was killed"
-        wait_until(lambda: not server.process.alive(), HANGS_S)
+        wait_until(lambda: not server.process.is_alive(), HANGS_S)
     control.set()
     with serve(f"killed-{kill}", *FLAGS, **how) as server:
         one, two = told_by(server, prompts)

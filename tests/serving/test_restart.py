@@ -52,6 +52,6 @@ def test_whole_prefix_policy_other_flags_and_new_weights(workdir: Path, serve: S
 def test_a_server_that_is_refused_ends(serve: Serve) -> None:
     """In one sentence; `tests/integration/test_refusals.py` has what is refused."""
     with serve("refused", "--disable-radix-cache", waits=False, quiet=False) as server:
-        wait_until(lambda: not server.process.alive(), 60)
+        wait_until(lambda: not server.process.is_alive(), 60)
     assert "the radix cache: drop --disable-radix-cache" in server.log_text()
     assert "Traceback" not in server.log_text()

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from bench.core.cli import MODULES, ROOMS, main, overview
+from bench.core.cli import MODULES, main
 from bench.core.data import EXCERPTS, READERS, read_rows
-from bench.core.options import DATA, SEED, Option, bounds, one_of, parse
-from bench.core.report import Result, Table, interval, plain, publish
+from bench.core.options import DATA, SEED, Option, one_of, parse
+from bench.core.report import Result, Table, interval, publish
 from bench.core.session import ROOT, BenchFailed, ReservedPort
 from bench.micro import gpu
 from bench.policies import capacity
@@ -32,9 +32,8 @@ OPTIONS = (
     Option("sizes", (1, 2), "some", quick=(3,)),
     Option("share", 0.5, "one", quick=0.25),
     Option("way", "fast", "how", parse=one_of(("fast", "slow"))),
-    Option("tokens", None, "a range", parse=bounds),
+    Option("tokens", None, "some", parse=int),
     Option("flag", None, "more", repeated=True),
-    Option("twice", False, "or not"),
     DATA,
     SEED,
 )
@@ -46,7 +45,7 @@ def read(*given: str) -> argparse.Namespace:
 
 def test_defaults_are_of_full_and_quick_runs() -> None:
     full, quick = read(), read("--quick")
-    assert (full.sizes, full.share, full.flag, full.twice) == ((1, 2), 0.5, [], False)
+    assert (full.sizes, full.share, full.flag, full.quick) == ((1, 2), 0.5, [], False)
     assert (quick.sizes, quick.share, quick.way, quick.tokens) == ((3,), 0.25, "fast", None)
     assert full.data is None and full.seed == 1
 
@@ -57,7 +56,6 @@ def test_without_a_name_all_are_listed_with_a_sentence(capsys: pytest.CaptureFix
     for name in MODULES:
         (line,) = [line for line in lines if line.startswith(f"  {name} ")]
         assert line.rstrip().endswith(".") and len(line.split()) > 4
-    assert all(f"{room}: " in overview() for room in ROOMS)
     assert main(["nothing"]) == 2
 
 
@@ -73,8 +71,8 @@ def test_each_is_a_module_with_options_and_a_run(name: str) -> None:
 def test_a_result_is_printed_and_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [{"policy": "as"}]
-    result = Result({"rows": rows}, [Table(plain("policy"), rows, "below")], ["a note"])
+    rows = [{"policy": "as", "ttft_ms": None, "all": [1, 2]}]
+    result = Result({"rows": rows}, [Table(rows, caption="below")])
     args = read("--json", str(tmp_path / "run.json"))
 
     publish(args, result, seconds=7)
@@ -83,7 +81,7 @@ def test_a_result_is_printed_and_written(
     assert found["rows"] == rows and found["seconds"] == 7 and found["machine"]["cores"] > 0
     assert found["command"] == "python -m bench some"
     out = capsys.readouterr().out
-    assert "below" in out and "a note" in out
+    assert out.splitlines() == ["policy  ttft ms", "------  -------", "as            -", "below"]
 
 
 def test_intervals_cover_the_mean_as_often_as_they_say() -> None:
@@ -115,15 +113,16 @@ def test_a_reserved_port_is_its_servers_and_nobody_elses() -> None:
             pass
 
 
-NONE = gpu.Step("none", "kernels", None, 3)
+SLEEPS = "-c 'print(1, flush=True); import time; time.sleep(60)'"
+NONE = gpu.Step("none", SLEEPS, "", 3)
 
 
 def test_steps_are_benchmarks_and_tests() -> None:
     for own in gpu.STEPS:
-        first = own.command.split()[0]
-        tests = (ROOT / first).exists()
-        assert tests or first in MODULES
-        assert own.arguments(False, Path("x"))[:2] == ["-m", "pytest" if tests else "bench"]
+        for _, kind, *rest in filter(None, (own.command.split(), own.quick.split())):
+            paths = [ROOT / word for word in rest if word.startswith("tests/")]
+            known = rest[0] in MODULES if kind == "bench" else paths
+            assert known and all(path.exists() for path in paths)
 
 
 @pytest.mark.parametrize(
@@ -142,23 +141,15 @@ def test_why_a_step_is_left_out(
 
 
 def test_a_step_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    class Sleeper(gpu.Step):
-        def arguments(self, quick: bool, out: Path) -> list[str]:
-            return ["-c", "print('begun', flush=True); import time; time.sleep(60)"]
-
-    slow = Sleeper("slow", "", None, 0)
-    row = gpu.take(slow, False, time.monotonic() + 2, tmp_path)
-    assert row["state"] == "out of time" and row["told"] == "begun\n"
+    row = gpu.take(NONE._replace(least=0), False, time.monotonic() + 2, tmp_path)
+    assert row["state"] == "out of time" and row["told"] == "1\n"
 
 
 def test_what_fails_is_told_and_what_was_done_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Good(gpu.Step):
-        def arguments(self, quick: bool, out: Path) -> list[str]:
-            return ["-c", f"open('{out}/good.json', 'w').write('{{}}')"]
-
-    steps = gpu.Step("bad", "no-such-benchmark", "no-such-benchmark", 0), Good("good", "", "", 0)
+    good = f'-c \'open("{tmp_path}/out/good.json", "w").write("{{}}")\''
+    steps = gpu.Step("bad", "", "-m bench nothing", 0), gpu.Step("good", "", good, 0)
     monkeypatch.setattr(gpu, "STEPS", steps)
     args = parse("gpu", "", gpu.OPTIONS, ["--quick", f"--out={tmp_path / 'out'}"])
     with pytest.raises(BenchFailed, match="bad has failed"):
@@ -166,13 +157,9 @@ def test_what_fails_is_told_and_what_was_done_stays(
     told = json.loads((tmp_path / "out" / "summary.json").read_text())["steps"]
     assert [row["state"] for row in told] == ["failed", "done"]
     assert (tmp_path / "out" / "good.json").exists()
-    args = parse("gpu", "", gpu.OPTIONS, ["--quick"])
-    monkeypatch.setattr(gpu, "STEPS", steps[1:])
-    assert set(gpu.run(args).figures["figures"]) == {"good"}
 
 
 MODEL = Model(4096, 1e4)
-ARGS = parse("capacity", capacity.__doc__, capacity.OPTIONS, ["--gpus=1"])
 
 
 def ask(*blocks: int, at: float = 0.0, size: int = 512) -> Ask:
@@ -196,7 +183,7 @@ def test_shares_of_bytes_are_those_of_files() -> None:
 
 
 def test_a_stored_prompt_is_loaded_and_written_once() -> None:
-    row = replay([ask(1, 2, 3), ask(1, 2, 3), ask(1, 2, 4)], own := store(), MODEL, ARGS)
+    row = replay([ask(1, 2, 3), ask(1, 2, 3), ask(1, 2, 4)], own := store(), MODEL)
     assert row["loaded"] == pytest.approx(100 * 5 / 9, abs=0.1) and row["crowded"] == 0
     assert row["written"] == pytest.approx(4096 * 4 / 9, rel=0.02)
     check_tree(own.tree)
@@ -204,7 +191,7 @@ def test_a_stored_prompt_is_loaded_and_written_once() -> None:
 
 def test_what_does_not_fit_leaves_and_takes_its_places_in_the_cache_along() -> None:
     own = store(ssd_gb=0.005, host_gb=0.01)
-    row = replay([ask(1, 2), ask(3, 4), ask(1, 2), ask(1, 2)], own, MODEL, ARGS)
+    row = replay([ask(1, 2), ask(3, 4), ask(1, 2), ask(1, 2)], own, MODEL)
     assert row["loaded"] == 25.0 and row["crowded"] == 2
     check_tree(own.tree)
 

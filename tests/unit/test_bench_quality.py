@@ -20,6 +20,7 @@ from bench.quality.accuracy import (
     REFERENCE,
     Measured,
     Way,
+    ask_all,
     check_path,
     make_rows,
     option_loglik,
@@ -31,8 +32,8 @@ from impress_sglang.cli.calibrate import KVs, Prompts, calibrated
 from impress_sglang.codes.rows.basis import Basis
 from tests.serving.tiny_models import make_model, random_tokens
 
-OPTIONS = {"prefixes": 2, "shots": 8, "passages": 6, "examples": 8}
-EXACT, QUARTER, FIVE = Way("as"), Way("paper", 0.25), Way("a@5", 1.0, 5.0)
+OPTIONS = {"prefixes": 2, "examples": 8}
+EXACT, QUARTER, FIVE = Way("paper"), Way("paper", 0.25), Way("a@5", 1.0, 5.0)
 EXCERPTED = ("piqa", "copa", "openbookqa", "squad", "completion", "signature")
 
 
@@ -53,15 +54,13 @@ def report(**changed: Any) -> Row:
         "approximate": True,
         "bits": 5.0,
         "resident_tokens": 0,
-        "ssd_bytes": 4000,
-        "ssd_needed_bytes": 2500,
         **changed,
     }
 
 
 def measured(way: Way, logliks: list[list[float]], name: str = "rte") -> Measured:
     task = Task(name, [list(range(100))], [Item(0, [1], ([2], [3]), (4, 8), 0)] * len(logliks))
-    return Measured(way, task, logliks, [[report(), report(path="device")]] * len(logliks))
+    return Measured(way, task, logliks, [40.0] * len(logliks))
 
 
 def task_of(name: str, **changed: Any) -> Task:
@@ -87,6 +86,24 @@ def test_an_options_loglik_is_that_of_its_own_tokens() -> None:
         option_loglik(meta, [8, 8])
     with pytest.raises(BenchFailed, match="sum up to"):
         option_loglik({"input_token_logprobs": [None, (float("-inf"), 8)]}, [8])
+
+
+class Server:
+    """Answers with these reports."""
+
+    def __init__(self, *reports: Row) -> None:
+        self.reports = iter(reports)
+
+    def generate(self, tokens: list[int], **_: Any) -> Row:
+        logprobs = [None, (-1.0, tokens[-1])]
+        return {"meta_info": {"input_token_logprobs": logprobs, "impress": next(self.reports)}}
+
+
+def test_bytes_are_those_of_requests_that_read() -> None:
+    task = measured(FIVE, [[]]).task
+    server: Any = Server(report(ssd_bytes=4000), report(path="device", ssd_bytes=100))
+    found = ask_all(server, task, FIVE)
+    assert (found.logliks, found.read) == ([[-1.0, -1.0]], [40.0])
 
 
 @pytest.mark.parametrize(
@@ -126,11 +143,8 @@ def test_rows_compare_with_the_reference() -> None:
     assert (row["accuracy"], row["agreement"], row["difference_points"]) == (0.75, 0.75, -25.0)
     low, high = row["agreement_interval"]
     assert low < 0.75 < high <= 1.0
-    # Of two requests the one that found its prefix on the device is left out.
-    assert (row["read"], row["needed"]) == (0.4, 0.25)
-    assert row["shift_nats"] == pytest.approx(0.375)
-    text = str(Table(COLUMNS, rows_of()))
-    assert "75.0 [" in text
+    assert row["read"] == 0.4 and row["shift_nats"] == pytest.approx(0.375)
+    assert "-25.0 [-62.5, 0.0]" in " ".join(str(Table(rows_of(), COLUMNS)).split())
 
 
 def test_the_divergence_is_that_of_named_tokens_and_the_rest() -> None:

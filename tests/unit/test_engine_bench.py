@@ -22,15 +22,15 @@ from impress_sglang.transfer.codecs import plain_codec
 CPU, ROOT = torch.device("cpu"), Path(__file__).resolve().parents[2]
 SHAPE = ModelShape("small", 2, 8, 4, 48, 64, head_dim=32)
 TINY = [
-    *("--quick", "--device", "cpu", "--dtype", "float32", "--scale", "0.1", "--layers", "2"),
-    *("--prefixes", "2", "--prefix-tokens", "300-400", "--new-tokens", "4", "--warmup", "2"),
-    *("--requests", "2", "--recompute-requests", "1", "--ssd-mbps", "0", "--host-share", "3"),
+    *("--quick", "--scale", "0.1", "--layers", "2"),
+    *("--prefixes", "2", "--prefix-tokens", "300,400", "--new-tokens", "4", "--warmup", "2"),
+    *("--requests", "2", "--ssd-mbps", "0", "--host-share", "3"),
 ]
 LENGTH = 300
 
 
 def model_of(shape: ModelShape = SHAPE) -> Model:
-    return Model(shape, CPU, torch.float32, rows=LENGTH + 8, distinct_layers=2, seed=1)
+    return Model(shape, CPU, torch.float32, rows=LENGTH + 8, seed=1)
 
 
 @pytest.fixture
@@ -44,10 +44,6 @@ def store(tmp_path: Path) -> Iterator[PrefixStore]:
         yield own
 
 
-def engine_of(store: PrefixStore, model: Model, policy: str) -> Engine:
-    return Engine(model, store, policy, parse("engine", "", OPTIONS, TINY))
-
-
 @pytest.mark.parametrize(("policy", "error"), [("as", 0.0), ("impress", 0.1)])
 def test_a_stored_prefix_fills_the_pool(policy: str, error: float, store: PrefixStore) -> None:
     model = model_of()
@@ -58,7 +54,7 @@ def test_a_stored_prefix_fills_the_pool(policy: str, error: float, store: Prefix
     again = model_of()
     size = LENGTH, SHAPE.kv_heads, SHAPE.head_dim
     wanted = [(again.random(*size), again.random(*size)) for _ in range(SHAPE.layers)]
-    engine = engine_of(store, model, policy)
+    engine = Engine(model, store, policy, new_tokens=4)
     ttft, load = engine.serve(tokens_of(1, LENGTH))
     assert 0 < engine.plan_seconds * 1e3 < load < ttft and engine.reads.ssd_bytes > 0
     for pool, own, before in zip(model.pools, wanted, kvs, strict=True):
@@ -71,7 +67,7 @@ def test_each_policy_has_a_row_and_caches_of_its_own() -> None:
     (cell,) = run(parse("engine", "", OPTIONS, TINY)).figures["cells"]
     rows = {row["policy"]: row for row in cell["rows"]}
     assert list(rows) == ["recompute", "as", "impress"]
-    assert rows["recompute"]["requests"] == 1 and rows["recompute"]["load_ms"] == 0
+    assert rows["recompute"]["requests"] == 2 and rows["recompute"]["load_ms"] == 0
     for name in ("as", "impress"):
         assert rows[name]["host"] + rows[name]["device"] == 1.0 and rows[name]["ssd_mb"] == 0
     assert dataclasses.asdict(MODELS["llama-3-8b"].scaled(0.1, 2)) == cell["model"]
