@@ -75,7 +75,7 @@ _TESTS = f"-m pytest -q --device={'cuda' if CUDA else 'cpu'} tests/"
 _FILES = ("exact", "bits", "weights")
 _SERVERS = _TESTS + " tests/".join(f"serving/test_{name}.py" for name in _FILES)
 STEPS = (
-    Step("tests", f"{_TESTS}unit/triton", f"{_TESTS}unit/triton/test_pages.py", 1),
+    Step("tests", f"{_TESTS}unit/triton", f"{_TESTS}unit/triton/test_kernels.py", 1),
     Step("kernels", "-m bench kernels", "-m bench kernels --quick", 1, "cuda"),
     Step("host", f"-m bench {_ENGINE} --host-share=1.5", f"-m bench engine {_SMALL}", 3),
     Step("drive", f"-m bench {_ENGINE} --host-share=0", "", 3, "cuda"),

@@ -4,8 +4,8 @@ Each request of --trace is matched, loaded and offered in the product's own tree
 prompts, writes and host cache; only no files are written. Rates are stated: a GPU computes, a drive
 reads, a bus copies, and a request loads only what takes no longer than computing it. Prompts are
 computed one after the other on each of two GPUs, and loaded one after the other; nothing stays in a
-pool, and answers take no time. A token of llama-3-8b has 128 KiB, and a GPU computes 30,000 per
-second; of qwen-0.5b 12 KiB and 300,000. In shares of these bytes, --kinds of files are
+pool, and answers take no time. A token of Llama-3-8B has 128 KiB, and a GPU computes 30,000 per
+second. In shares of these bytes, --kinds of files are
 
   exact         1, all of it read (--impress-keep exact)
   6 bits        codes of .41 beside exact KVs (both)
@@ -83,7 +83,7 @@ class Kind(NamedTuple):
     bits: float = 6.0
 
 
-MODELS = {"llama-3-8b": Model(131072, 30e3), "qwen-0.5b": Model(12288, 300e3)}
+LLAMA = Model(131072, 30e3)
 KINDS = {
     "exact": Kind(1.0, 1.0, EXACT_BITS),
     "6 bits": Kind(0.41, 1.41),
@@ -94,7 +94,6 @@ KINDS = {
 }
 OPTIONS = (
     TRACE,
-    Option("model", "llama-3-8b", f"of {', '.join(MODELS)}", parse=one_of(MODELS)),
     Option("kinds", tuple(KINDS), "of these", parse=one_of(KINDS)),
     Option("tb", (0.1, 0.3, 1.0, 3.0, 10.0), "of the store", quick=(0.005, 10.0)),
     Option("write-after", (2, 1), "of the server", quick=(2,)),
@@ -361,7 +360,7 @@ def tokens_a_day(asks: Sequence[Ask]) -> float:
 
 def run(args: argparse.Namespace) -> Result:
     """Replay the trace with all kinds of files in all rooms."""
-    asks, model = read_asks(args.trace, args.seed), MODELS[args.model]
+    asks, model = read_asks(args.trace, args.seed), LLAMA
     prompts, a_day = sum(ask.prompt_tokens for ask in asks), tokens_a_day(asks)
     compared: dict[tuple[float, float], Row] = {}
     rows: list[Row] = []

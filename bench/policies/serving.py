@@ -97,7 +97,6 @@ def run(args: argparse.Namespace) -> Result:
         f"{device_mb:g} MB, host {host_mb:g} MB of {stored_bytes / 1e6:,.0f} MB "
         "stored; MB and chunks are per request"
     )
-    caption = "\n".join([caption, *warnings(rows)])
     figures = {
         "model": comparison.model.name,
         "prefix_lengths": [len(prefix) for prefix in comparison.trace.prefixes],
@@ -258,7 +257,7 @@ def make_row(policy: str, ttft_ms: Sequence[float], found: Mapping[str, float]) 
 
 
 COLUMNS = (
-    *("policy", "requests", "ttft_ms_mean", "ttft_ms_p50", "ttft_ms_p99"),
+    *("policy", "requests", "requests_ssd", "ttft_ms_mean", "ttft_ms_p50", "ttft_ms_p99"),
     *("speedup_over_best_baseline", "io_share", "ssd_mb", "chunks"),
     *("device_hit_ratio", "host_hit_ratio", "important_device_hit_ratio"),
 )
@@ -285,13 +284,3 @@ def counted(before: Mapping[str, Any], after: Mapping[str, Any], requests: int) 
     if found["requests"] != requests:
         raise BenchFailed(f"a server counted {found['requests']:g} requests, not {requests}")
     return found
-
-
-def warnings(rows: Sequence[Row]) -> list[str]:
-    """What a reader must know of requests that did not take the path that is compared."""
-    return [
-        f"warning: {row['policy']}: only {row['requests_ssd']} of {row['requests']} requests used "
-        "a stored prefix"
-        for row in rows
-        if row["policy"] != "recompute" and row["requests_ssd"] != row["requests"]
-    ]

@@ -23,7 +23,7 @@ from bench.core.report import Result, Table, interval, publish
 from bench.core.session import ROOT, BenchFailed, ReservedPort
 from bench.micro import gpu
 from bench.policies import capacity
-from bench.policies.capacity import KINDS, MODELS, Ask, Model, Store, bound, lru, replay
+from bench.policies.capacity import KINDS, LLAMA, Ask, Model, Store, bound, lru, replay
 from impress_sglang.config import ImpressConfig
 from impress_sglang.storage.layout import KVShape, SegmentLayout
 from tests.unit.store_checks import check_tree
@@ -174,9 +174,9 @@ def store(kind: str = "exact", **options: Any) -> Store:
 
 def test_shares_of_bytes_are_those_of_files() -> None:
     shape = KVShape(32, 32, 8, 128, 128, torch.bfloat16, (), 6.0, exact=False)
-    assert shape.num_layers * shape.token_bytes == MODELS["llama-3-8b"].token_bytes
+    assert shape.num_layers * shape.token_bytes == LLAMA.token_bytes
     layout = SegmentLayout(shape, 64, 8192, 0)
-    exact = 8192 * MODELS["llama-3-8b"].token_bytes
+    exact = 8192 * LLAMA.token_bytes
     share = layout.file_bytes / exact
     assert share == pytest.approx(KINDS["6 bits alone"].read, abs=0.01)
     assert share == pytest.approx(KINDS["6 bits alone"].file, abs=0.01)
