@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import itertools
 import random
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -111,17 +110,14 @@ def make_task(name: str, tokenize: Tokenize, args: argparse.Namespace) -> Task:
 
 def _few_shot_groups(drawn: Sequence[Question], args: argparse.Namespace) -> list[_Group]:
     """Prefixes of shots, with questions that are no shots."""
-    if len(drawn) <= args.examples:
-        raise BenchFailed(f"{len(drawn)} rows are too few for {args.examples} examples")
-    asked, shots, count = drawn[: args.examples], iter(drawn[args.examples :]), args.prefixes
-    parts = (asked[len(asked) * i // count : len(asked) * (i + 1) // count] for i in range(count))
-    return [(_few_shot_text(shots), part) for part in parts]
-
-
-def _few_shot_text(shots: Iterator[Question]) -> str:
-    if len(chosen := list(itertools.islice(shots, SHOTS))) < SHOTS:
-        raise BenchFailed("too few rows for so many --examples and --prefixes")
-    return "".join(question.shot + SEPARATOR for question in chosen)
+    if len(drawn) < args.examples + args.prefixes * SHOTS:
+        raise BenchFailed(f"{len(drawn)} rows are too few for so many --examples and --prefixes")
+    asked, count, groups = drawn[: args.examples], args.prefixes, list[_Group]()
+    for i in range(count):
+        shots = drawn[args.examples + i * SHOTS :][:SHOTS]
+        part = asked[len(asked) * i // count : len(asked) * (i + 1) // count]
+        groups.append(("".join(own.shot + SEPARATOR for own in shots), part))
+    return groups
 
 
 def _squad_groups(

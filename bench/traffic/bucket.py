@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> Result:
         with step("storing"):
             for prompt in prompts:
                 first.store(prompt)
-            until(lambda: bucket_of(first)["sent"] >= len(prompts))
+            until(lambda: first.stats()["store"]["bucket"]["sent"] >= len(prompts))
         file_gb = first.stats()["store"]["used_bytes"] / len(prompts) / 1e9
         third = start("third", 2.5 * file_gb)
         with step("keeping"):
@@ -117,7 +117,7 @@ def hit(server: Server, prompt: Sequence[int], custom: Mapping[str, Any] | None 
     server.flush()
     began = time.perf_counter()
     came = list(server.stream(prompt, 1, custom))
-    until(lambda: not bucket_of(server)["fetching_bytes"])
+    until(lambda: not server.stats()["store"]["bucket"]["fetching_bytes"])
     return came[0].at - began
 
 
@@ -129,12 +129,6 @@ def counted(hits: Sequence[Sequence[Asked]]) -> Row:
         "read_kb": round(statistics.median(own.size for own in reads) / 1024),
         "together": max(own.together for own in reads),
     }
-
-
-def bucket_of(server: Server) -> dict[str, float]:
-    """What a server says of its bucket."""
-    found: dict[str, float] = server.stats()["store"]["bucket"]
-    return found
 
 
 def until(true: Callable[[], bool]) -> None:
