@@ -23,14 +23,14 @@ from tests.unit import kv_factory as kv
 FITTED = tuple(range(7000, 8700))
 
 
-def rotation(dim: int, *, halves: bool = True) -> KeyRotation:
+def rotation(dim: int) -> KeyRotation:
     """Of keys whose first half of dimensions is rotated."""
 
     def table(positions: int) -> Tensor:
         angles = torch.arange(positions)[:, None] / 100.0 ** torch.linspace(0, 1, dim // 4)
         return torch.cat([angles.cos(), angles.sin()], 1)
 
-    return KeyRotation(table, halves=halves)
+    return KeyRotation(table, halves=True)
 
 
 def fit(
@@ -47,19 +47,15 @@ def fit(
     return dataclasses.replace(basis, notes=notes or {})
 
 
-def fitted(shape: KVShape, rate: float, turning: KeyRotation, model: str = "made up") -> Basis:
-    """A basis for KVs as `kv.SequenceKVs` makes them."""
+def codec_for(shape: KVShape) -> BasisCodec:
+    """With a basis for KVs as `kv.SequenceKVs` makes them."""
+    turning = rotation(shape.key_dim)
     kvs, moments = kv.SequenceKVs(shape, "", FITTED), Moments()
     places, none = torch.arange(len(FITTED)), torch.zeros(len(FITTED), dtype=torch.int64)
     turns = turning.turns(places, none)
     layers = range(shape.num_layers)
     moments.add([(turning.move(kvs.keys(own).float(), turns), kvs.values(own)) for own in layers])
-    return fit(moments, None, rate, fewer={5.0: rate - 1}, model=model)
-
-
-def codec_for(shape: KVShape, rate: float = 4.0, *, halves: bool = True) -> BasisCodec:
-    turning = rotation(shape.key_dim, halves=halves)
-    return BasisCodec(fitted(shape, rate, turning), turning)
+    return BasisCodec(fit(moments, None, 4.0, fewer={5.0: 3.0}, model="made up"), turning)
 
 
 # Bits of the components of each layer.

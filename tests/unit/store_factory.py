@@ -258,12 +258,9 @@ def use(store: PartStore, tokens: Sequence[int]) -> None:
     store.close_source(open_source(store, match))
 
 
-def open_source(
-    store: PartStore, match: StoredMatch, start: int = 0, stop: int | None = None
-) -> PartSource:
+def open_source(store: PartStore, match: StoredMatch) -> PartSource:
     """For a request that asks for the probe column and then for a selection."""
-    stop = match.num_tokens if stop is None else stop
-    return store.open_part(match, start, stop, whole=False)
+    return store.open_part(match, 0, match.num_tokens, whole=False)
 
 
 def rows(shape: KVShape, source: PartSource, layer: int) -> tuple[Tensor, Tensor]:

@@ -32,13 +32,11 @@ def dense_attention(
     return output
 
 
-def inputs(
-    n: int, kv: int, heads: int, key_heads: int, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(n: int, kv: int, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
 
     def make(rows: int, count: int, dim: int) -> Tensor:
-        return torch.randn(rows, count, dim, generator=generator).to(dtype)
+        return torch.randn(rows, count, dim, generator=generator)
 
     return make(n, heads, 16), make(kv, key_heads, 16), make(kv, key_heads, 24)
 

@@ -321,8 +321,8 @@ def disk_bytes(bench: Workbench, *columns: int, num_tokens: int = len(TOKENS)) -
     return shape.num_layers * sum(sizes)
 
 
-def bytes_of(store: PartStore, *, start: int = 0, retention: float = 1.0) -> float:
-    spans = look_up(store, TOKENS).slice(start, len(TOKENS))
+def bytes_of(store: PartStore, *, retention: float = 1.0) -> float:
+    spans = look_up(store, TOKENS).spans
     if retention == 1.0:
         return store.segments.bytes_to_read(spans, codes=False)
     return store.expected_bytes(spans, retention)
