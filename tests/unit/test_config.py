@@ -151,6 +151,9 @@ def test_every_field_has_an_option_with_its_name_as_the_flag() -> None:
         assert option.help.endswith(".")
 
 
+SHARES = (0.25, 0.999, AUTO)
+WHOLE = [own for own in POLICIES if own not in PART_POLICIES]
+PARTS = [(own, share) for own in PART_POLICIES for share in SHARES]
 # Options, what follows from them, and its value.
 FOLLOWS: tuple[tuple[dict[str, Any], str, object], ...] = (
     *(({"retention": own}, "usual_retention", float(own)) for own in (0.05, 0.3, 1)),
@@ -165,15 +168,30 @@ FOLLOWS: tuple[tuple[dict[str, Any], str, object], ...] = (
     ({"bits": 5}, "code_bits", 5.0),
     ({"bits": EXACTLY}, "usual_bits", EXACT_BITS),
     ({"bits": AUTO}, "usual_bits", USUAL_BITS),
+    ({"bits": EXACTLY, "blend": 0.15}, "code_bits", 6.0),
     ({"retention": AUTO}, "auto_retention", True),
     ({}, "auto_retention", False),
+    *(({"policy": own, "retention": share}, "needs_parts", True) for own, share in PARTS),
+    *(({"policy": own}, "needs_parts", False) for own in WHOLE),
+    # What bits may load is kept.
+    ({}, "kept", "codes"),
+    ({"bits": 5, "basis": "some"}, "kept", "codes"),
+    ({"bits": 5}, "kept", "codes"),
+    ({"blend": 0.15}, "kept", "both"),
+    *(({"bits": own, "basis": "some"}, "kept", "both") for own in (EXACTLY, AUTO)),
+    ({"bits": EXACTLY}, "kept", "exact"),
+    ({"bits": EXACTLY, "blend": 0.15}, "kept", "both"),
+    ({"bits": AUTO}, "kept", "both"),
+    ({"policy": "as"}, "kept", "exact"),
+    ({"keep": "both"}, "kept", "both"),
+    ({"keep": "codes", "bits": AUTO}, "kept", "codes"),
 )
 
 
 @pytest.mark.parametrize(("options", "name", "value"), FOLLOWS)
 def test_what_follows_from_options(options: dict[str, Any], name: str, value: object) -> None:
     policy = "paper" if "retention" in options else "impress"
-    found = getattr(ImpressConfig(policy=policy, **options), name)
+    found = getattr(ImpressConfig(**{"policy": policy, **options}), name)
     assert found == value and type(found) is type(value)
 
 
@@ -212,57 +230,30 @@ def test_message_about_a_bad_variable_names_it(text: str) -> None:
         ImpressConfig.from_environment({CONFIG_VARIABLE: text})
 
 
-@pytest.mark.parametrize("retention", [0.25, 0.999, AUTO])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_only_the_papers_policies_have_parts(policy: str, retention: float | str) -> None:
-    assert not ImpressConfig(policy=policy).needs_parts or policy in PART_POLICIES
-    if policy in PART_POLICIES:
-        assert ImpressConfig(policy=policy, retention=retention).needs_parts
-    else:
-        with pytest.raises(ConfigError, match=r"--impress-retention .* needs --impress-policy pa"):
-            ImpressConfig(policy=policy, retention=retention)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"keep": "codes", "bits": EXACTLY},
-        {"keep": "codes", "bits": EXACTLY, "basis": "some"},
-        {"keep": "codes", "policy": "paper"},
-        {"keep": "exact", "policy": "as"},
-        {"keep": "exact", "basis": "some"},
-        {"keep": "exact", "blend": 0.15},
-    ],
+# Options that are wrong together, and what is said.
+WRONG_TOGETHER: tuple[tuple[dict[str, Any], str], ...] = (
+    # What would never be loaded is not kept.
+    ({"keep": "codes", "bits": EXACTLY}, "--impress-keep"),
+    ({"keep": "codes", "bits": EXACTLY, "basis": "some"}, "--impress-keep"),
+    ({"keep": "codes", "policy": "paper"}, "--impress-keep"),
+    ({"keep": "exact", "policy": "as"}, "--impress-keep"),
+    ({"keep": "exact", "basis": "some"}, "--impress-keep"),
+    ({"keep": "exact", "blend": 0.15}, "--impress-keep"),
+    # Reused text needs as many bits as there are.
+    ({"bits": 5, "blend": 0.15}, "--impress-blend needs --impress-bits 6"),
+    # Only the paper's policies have parts.
+    *(
+        ({"policy": own, "retention": share}, r"--impress-retention .* needs --impress-policy pa")
+        for own in WHOLE
+        for share in SHARES
+    ),
 )
-def test_what_would_never_be_loaded_is_not_kept(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="--impress-keep"):
+
+
+@pytest.mark.parametrize(("options", "said"), WRONG_TOGETHER)
+def test_options_that_are_wrong_together_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
         ImpressConfig(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "kept"),
-    [
-        ({}, "codes"),
-        ({"bits": 5, "basis": "some"}, "codes"),
-        ({"bits": 5}, "codes"),
-        ({"blend": 0.15}, "both"),
-        *(({"bits": own, "basis": "some"}, "both") for own in (EXACTLY, AUTO)),
-        ({"bits": EXACTLY}, "exact"),
-        ({"bits": EXACTLY, "blend": 0.15}, "both"),
-        ({"bits": AUTO}, "both"),
-        ({"policy": "as"}, "exact"),
-        ({"keep": "both"}, "both"),
-        ({"keep": "codes", "bits": AUTO}, "codes"),
-    ],
-)
-def test_what_bits_may_load_is_kept(options: dict[str, Any], kept: str) -> None:
-    assert ImpressConfig(**options).kept == kept
-
-
-def test_reused_text_needs_as_many_bits_as_there_are() -> None:
-    assert ImpressConfig(bits=EXACTLY, blend=0.15).code_bits == 6.0
-    with pytest.raises(ConfigError, match="--impress-blend needs --impress-bits 6"):
-        ImpressConfig(bits=5, blend=0.15)
 
 
 def test_enable_for_engine_sets_the_variable_that_children_read(
