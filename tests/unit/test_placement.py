@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from impress_sglang.loops.types import Floats
 from impress_sglang.tiers.placement import CACHES, Access, IdRanges, Placement, Tier
-from impress_sglang.tiers.rules import NOBODY, Ids, ReplacementRule, grown
+from impress_sglang.tiers.rules import Ids, ReplacementRule, grown
 
 HOST, DEVICE = Tier.HOST, Tier.DEVICE
 # Of a share that is 1.
@@ -103,22 +103,6 @@ def test_an_equal_priority_does_not_beat(chunk: int, worth: float) -> None:
 def expect(bench: Bench, turns: dict[int, int]) -> None:
     bench.placement.expect(np.array(list(turns)), np.array(list(turns.values())))
     bench.placement.check_integrity()
-
-
-def test_what_requests_wait_for_is_displaced_last_and_the_latest_turn_first() -> None:
-    bench = equal_chunks(2, 0)
-    bench.fill(1, 2)
-    expect(bench, {0: 5, 1: 9})
-    bench.access({2: 1e9})
-    assert bench.stand == ({0, 1}, set()), "nobody waits for 2"
-    expect(bench, {3: 7})
-    bench.access({3: 1})
-    assert bench.stand == ({0, 3}, set())
-
-    expect(bench, {0: NOBODY, 3: NOBODY})
-    bench.access({4: 2})
-
-    assert len(bench.on(DEVICE) - {4}) == 1 and 4 in bench.on(DEVICE)
 
 
 def test_an_id_that_is_given_to_another_chunk_is_not_awaited() -> None:
