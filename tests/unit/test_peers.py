@@ -165,19 +165,6 @@ def test_a_file_of_another_that_cannot_be_read_now_is_used_later(
     check_rows(second, prompt(1, 40))
 
 
-def test_what_is_removed_is_forgotten(bench: Workbench, two: Two) -> None:
-    first, second = two
-    bench.put(first, prompt(1, 13))
-    until_stored(second, prompt(1, 13))
-    bench.put(second, prompt(1, 40))
-    own = look_up(first, prompt(1, 13)).spans[0].segment
-    first.writes.discard([own], Cause.PURGED)
-    until_stored(second, prompt(1, 40), 0)
-    bench.put(second, prompt(1, 13))
-    check_rows(second, prompt(1, 40))
-    until_stored(first, prompt(1, 40))
-
-
 def test_news_may_come_in_any_order(bench: Workbench, two: Two) -> None:
     """A third server may hear of what builds on something before it hears of that."""
     first, second = two
