@@ -112,7 +112,7 @@ class Client(threading.Thread):
         if way == "hang up" and ask.may_be_partial:
             self._hang_up(ask, rid)
         elif way == "abort" and ask.may_be_partial:
-            self._abort(ask, rid)
+            self._ask(ask, rid, self._load_options(*self._wishes), give_up=True)
         else:
             self._ask(ask, rid, self._load_options(way if way in WISHES else "whole"))
 
@@ -126,48 +126,34 @@ class Client(threading.Thread):
         asked = wanted if ask.may_be_partial else None
         return (asked or self._usual) == "whole"
 
-    def _ask(self, ask: Ask, rid: str, wanted: str | None) -> None:
+    def _ask(self, ask: Ask, rid: str, wanted: str | None, *, give_up: bool = False) -> None:
+        """`give_up`: meanwhile; what is answered before is answered right."""
         began = time.monotonic()
         fields = {"rid": rid} if ask.kind not in ("many", "score", "override") else {}
+        if give_up:
+            seconds, abort = self._chance.random() * 0.4, ("/abort_request", began)
+            late = threading.Timer(seconds, self._post, abort, {"rid": rid})
+            late.start()
         response = self._post(ask.route, began, **ask.with_fields(_custom(wanted), **fields))
+        if give_up:
+            late.join()
         if response is None:
             return
-        if ask.kind == "beam" and NOT_RETRACTED in response.text:
-            self._world.count("beams that SGLang ended")
-            return
-        if ASK_AGAIN in response.text:
-            self._world.count(ENDED_IN_PASS)
-            return
-        if not response.ok:
-            self._world.problem(f"{rid} {ask.name}: {response.status_code} {response.text[:300]}")
-            return
-        told = response.json()
-        if ask.kind in REPORTED:
-            self._world.count("answers")
-            self._world.count("tokens sent", len(ask.body["input_ids"]))
-        self._count_report(told)
-        self._world.judge(ask, told, began, exact=self._is_exact(ask, wanted))
-
-    def _abort(self, ask: Ask, rid: str) -> None:
-        """Give a request up; one that is answered before is answered right."""
-        began = time.monotonic()
-        late = threading.Timer(
-            self._chance.random() * 0.4, self._post, ("/abort_request", began), {"rid": rid}
-        )
-        late.start()
-        wanted = self._load_options(*self._wishes)
-        fields = {} if ask.kind == "many" else {"rid": rid}
-        response = self._post(ask.route, began, **ask.with_fields(_custom(wanted), **fields))
-        late.join()
-        if response is None:
-            return
-        if "abort" in response.text.lower():
+        if give_up and "abort" in response.text.lower():
             self._world.count("aborted")
+        elif ask.kind == "beam" and NOT_RETRACTED in response.text:
+            self._world.count("beams that SGLang ended")
+        elif ASK_AGAIN in response.text:
+            self._world.count(ENDED_IN_PASS)
         elif not response.ok:
             self._world.problem(f"{rid} {ask.name}: {response.status_code} {response.text[:300]}")
         else:
-            exact = self._is_exact(ask, wanted)
-            self._world.judge(ask, response.json(), began, exact=exact)
+            told = response.json()
+            if ask.kind in REPORTED:
+                self._world.count("answers")
+                self._world.count("tokens sent", len(ask.body["input_ids"]))
+            self._count_report(told)
+            self._world.judge(ask, told, began, exact=self._is_exact(ask, wanted))
 
     def _hang_up(self, ask: Ask, rid: str) -> None:
         """Go away before the answer is complete."""

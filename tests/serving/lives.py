@@ -19,7 +19,6 @@ from tests.damage import put_back, take_away
 from tests.fault_control import FAULTS, FaultControl
 from tests.serving.clients import ENDED_IN_PASS, PART, Client
 from tests.serving.harness import (
-    Server,
     Zygote,
     metrics_of,
     running,
@@ -64,60 +63,6 @@ SCHEDULERS: tuple[tuple[str, ...], ...] = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """How a server is started, what requests may not ask for, and how it ends: killed, or told to
-    after its accounts are seen."""
-
-    weights: str
-    usual: str
-    flags: tuple[str, ...]
-    retracts: bool
-    without: tuple[str, ...]
-    is_killed: bool
-    quota_gb: float
-
-
-def draw_setting(number: int, chance: random.Random, *, whole_only: bool) -> Setting:
-    """Of two lives one ends by kill -9; the other options are drawn.
-
-    `whole_only`: as several ranks do, which neither blend nor load parts.
-    """
-    quota_gb = chance.choice((0.01, 1.0))
-    others = ("impress", "impress", "paper+itf", "as+h2o+lru")
-    policy = chance.choice(others) if number and not whole_only else "impress"
-    flags = [
-        f"--max-total-tokens={chance.choice((7000, 9000, 14000))}",
-        f"--impress-policy={policy}",
-        f"--impress-chunk-tokens={chance.choice((16, 64))}",
-        f"--impress-ssd-gb={quota_gb}",
-        f"--impress-io-engine={chance.choice(('auto', 'threads'))}",
-        f"--impress-reorder-interval={chance.choice((0, 3))}",
-    ]
-    scheduler = chance.choice(SCHEDULERS)
-    flags += scheduler
-    if chance.random() < 0.3:
-        flags.append("--disable-overlap-schedule")
-    # Others load whole prefixes, beside the pass, and blend.
-    parts = policy != "impress"
-    usual = chance.choice(("whole", "whole", "part" if parts else "bits", "bits"))
-    flags += {
-        "whole": ["--impress-bits=exact"],
-        "part": [f"--impress-retention={PART}"],
-        "bits": chance.choice(([], ["--impress-bits=auto"], ["--impress-keep=auto"])),
-    }[usual]
-    # Of different priorities, one request may take another one's place.
-    retracts = chance.random() < 0.5 or scheduler == PRIORITIES
-    weights = chance.choice("ab")
-    without = () if parts else ("part",)
-    if parts or whole_only:
-        without += ("blend",)
-    else:
-        flags += ["--impress-blend=0", LEAST_BLEND, "--impress-schedule=shortest"]
-    is_killed = number % 2 == 0
-    return Setting(weights, usual, tuple(flags), retracts, without, is_killed, quota_gb)
-
-
 @dataclasses.dataclass
 class Lives:
     """Servers on one store directory, one after another."""
@@ -135,72 +80,102 @@ class Lives:
     ranks: int
     replicas: int
 
-    def live(self, number: int, seconds: float, zygote: Zygote) -> None:
-        """One life: a start, traffic with events, and an end."""
-        chance = random.Random(f"{self.seed} life {number}")
-        setting = draw_setting(number, chance, whole_only=self.ranks > 1)
-        self.world.note(f"life {number}: {setting}")
-        log = self.store.with_name(f"life-{number}.log")
-        with running(
-            self.models[setting.weights],
-            log,
-            *self.flags,
-            f"--impress-ssd-dir={self.store}",
-            *setting.flags,
-            zygote=zygote,
-            faults=self.control,
-            retracts=setting.retracts,
-            ranks=self.ranks,
-            replicas=self.replicas,
-        ) as server:
-            life = Life(self, server, setting, chance)
-            self.world.retracts = setting.retracts
-            try:
-                with self.watch.life(server.pid):
-                    life.run(seconds, f"{self.seed} {number}")
-            finally:
-                self.control.set()
-                self.world.server = None
-
 
 class Life:
-    """One server, from its start to its end."""
+    """One server, from its start to its end: of two one is killed, the other told to end after its
+    accounts are seen. The other options are drawn."""
 
-    def __init__(
-        self, lives: Lives, server: Server, setting: Setting, chance: random.Random
-    ) -> None:
-        self._lives, self._world = lives, lives.world
-        self._server, self._setting, self._chance = server, setting, chance
-        self._weights = setting.weights
+    def __init__(self, lives: Lives, number: int) -> None:
+        self._lives, self._world, self._number = lives, lives.world, number
+        self._chance = chance = random.Random(f"{lives.seed} life {number}")
+        self._is_killed = number % 2 == 0
         self._raised_on_purpose = self._disk_lied = False
+        # Several ranks neither blend nor load parts.
+        whole_only = lives.ranks > 1
+        self._quota_gb = chance.choice((0.01, 1.0))
+        others = ("impress", "impress", "paper+itf", "as+h2o+lru")
+        policy = chance.choice(others) if number and not whole_only else "impress"
+        scheduler = chance.choice(SCHEDULERS)
+        self._flags = [
+            f"--max-total-tokens={chance.choice((7000, 9000, 14000))}",
+            f"--impress-policy={policy}",
+            f"--impress-chunk-tokens={chance.choice((16, 64))}",
+            f"--impress-ssd-gb={self._quota_gb}",
+            f"--impress-io-engine={chance.choice(('auto', 'threads'))}",
+            f"--impress-reorder-interval={chance.choice((0, 3))}",
+            *scheduler,
+        ]
+        if chance.random() < 0.3:
+            self._flags.append("--disable-overlap-schedule")
+        # Others load whole prefixes, beside the pass, and blend.
+        parts = policy != "impress"
+        self._usual = chance.choice(("whole", "whole", "part" if parts else "bits", "bits"))
+        self._flags += {
+            "whole": ["--impress-bits=exact"],
+            "part": [f"--impress-retention={PART}"],
+            "bits": chance.choice(([], ["--impress-bits=auto"], ["--impress-keep=auto"])),
+        }[self._usual]
+        # Of different priorities, one request may take another one's place.
+        self._retracts = chance.random() < 0.5 or scheduler == PRIORITIES
+        self._weights = chance.choice("ab")
+        # What requests may not ask for.
+        self._without = () if parts else ("part",)
+        if parts or whole_only:
+            self._without += ("blend",)
+        else:
+            self._flags += ["--impress-blend=0", LEAST_BLEND, "--impress-schedule=shortest"]
 
-    def run(self, seconds: float, seed: str) -> None:
-        """Traffic for so long, then the end."""
-        world = self._world
-        world.server = self._server
+    def live(self, seconds: float, zygote: Zygote) -> None:
+        """A start, traffic with events for so long, and an end."""
+        lives, world = self._lives, self._world
+        own = self._weights, self._usual, self._flags, self._retracts
+        world.note(f"life {self._number}: {own}")
+        with running(
+            lives.models[self._weights],
+            lives.store.with_name(f"life-{self._number}.log"),
+            *lives.flags,
+            f"--impress-ssd-dir={lives.store}",
+            *self._flags,
+            zygote=zygote,
+            faults=lives.control,
+            retracts=self._retracts,
+            ranks=lives.ranks,
+            replicas=lives.replicas,
+        ) as server:
+            self._server = world.server = server
+            world.retracts = self._retracts
+            try:
+                with lives.watch.life(server.pid):
+                    self._run(seconds)
+            finally:
+                lives.control.set()
+                world.server = None
+
+    def _run(self, seconds: float) -> None:
+        world, lives = self._world, self._lives
         world.must_have(self._weights)
         self._probe()
         schedulers = schedulers_of(self._server)
         before = [Footprint.of(own) for own in schedulers]
-        usual, without = self._setting.usual, self._setting.without
+        seed = f"{lives.seed} {self._number} client"
         clients = [
-            Client(world, f"c{i}", f"{seed} client {i}", usual, self._lives.kinds, without)
+            Client(world, f"c{i}", f"{seed} {i}", self._usual, lives.kinds, self._without)
             for i in range(CLIENTS)
         ]
         for client in clients:
             client.start()
         try:
             self._disturb_for(seconds)
-            if self._setting.is_killed:
+            if self._is_killed:
                 self._kill(clients)
         finally:
             for client in clients:
                 client.stopped.set()
             for client in clients:
                 client.join()
-        if not self._setting.is_killed:
+        if not self._is_killed:
             self._check_accounts(schedulers, before)
-        if not (self._setting.is_killed and schedulers[1:]):
+        if not (self._is_killed and schedulers[1:]):
             self._check_log()
 
     # Events
@@ -399,7 +374,7 @@ class Life:
     def _check_disk(self) -> None:
         """The server counts what the disk has, to the byte and within its quota, unless the disk
         has lied."""
-        deadline, quota = time.monotonic() + 30, self._setting.quota_gb * 1e9
+        deadline, quota = time.monotonic() + 30, self._quota_gb * 1e9
         while not self._disk_lied and (counted := self._stored_bytes()):
             if counted[0] == counted[1] <= quota:
                 self._world.count("disk compared")
@@ -422,7 +397,7 @@ class Life:
             self._server.check_log(words=BAD_WORDS if self._raised_on_purpose else TROUBLE)
         except BenchFailed as error:
             self._world.problem(str(error))
-        if not self._setting.is_killed:
+        if not self._is_killed:
             dead = f"the server is dead:\n{tail(self._server.log_text())}"
             self._require(self._server.process.is_alive(), dead)
 

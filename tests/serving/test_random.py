@@ -21,7 +21,7 @@ import pytest
 from tests.fault_control import FaultControl
 from tests.serving.clients import KINDS
 from tests.serving.harness import STOCK, Zygote, running
-from tests.serving.lives import INDEPENDENT, RECKONED, Lives
+from tests.serving.lives import INDEPENDENT, RECKONED, Life, Lives
 from tests.serving.tiny_models import make_model
 from tests.serving.tiny_tokenizer import add_tokenizer
 from tests.serving.traffic import Catalogue, answer_by_stock, make_catalogue
@@ -113,7 +113,7 @@ def test_random_traffic(
         left = end - time.monotonic()
         is_long = number % 2 and LONG_SECONDS <= left <= 30 * minutes
         try:
-            lives.live(number, left if is_long else LIFE_SECONDS, zygote)
+            Life(lives, number).live(left if is_long else LIFE_SECONDS, zygote)
         except Exception as error:
             world.problem(f"life {number}: {type(error).__name__}: {error}")
         number += 1

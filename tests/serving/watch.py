@@ -17,11 +17,9 @@ import psutil
 PERIOD_SECONDS = 0.5
 # Until this share of a life is over, caches fill and code is loaded; the end is as long.
 WARM_UP = 0.1
-# A shorter life is all warm-up, and may be compared with others only.
+# A shorter life is all warm-up.
 LONG_SECONDS = 300
 MOST_GROWTH = 0.03
-# Medians of fewer lives say nothing.
-LEAST_LIVES = 6
 # Caches of these servers are far smaller; the rest is what allocators keep.
 MOST_GROWTH_BYTES = 300 << 20
 
@@ -75,18 +73,13 @@ class Watch:
             looking.result()
 
     def growths(self) -> dict[str, float]:
-        """Of resident bytes: in lives that are long, from the end of the warm-up on, and from the
-        first to the last third of lives, where there are enough."""
-        found = {
+        """Of resident bytes, in lives that are long, from the end of the warm-up on."""
+        return {
             f"in a life of {own.seconds / 60:.0f} min": own.end / own.resident(WARM_UP, 2 * WARM_UP)
+            - 1
             for own in self.records
             if own.seconds >= LONG_SECONDS
         }
-        ends = [own.end for own in self.records if own.seconds < LONG_SECONDS]
-        if (third := len(ends) // 3) >= LEAST_LIVES:
-            last, first = statistics.median(ends[-third:]), statistics.median(ends[:third])
-            found[f"over {len(ends)} lives"] = last / first
-        return {where: times - 1 for where, times in found.items()}
 
     def problems(self) -> list[str]:
         """What may not be."""
