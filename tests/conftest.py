@@ -36,13 +36,13 @@ torch.set_num_threads(1)
 
 # Modules that take longest begin first, so that two processes end at the same time.
 LONGEST = (
-    *("test_ranks", "test_store_stateful", "test_coded_paths", "test_more_bits"),
+    *("test_ranks", "test_store_stateful", "test_coded_paths", "test_tree_loads"),
     *("test_engine_bench", "test_refusals"),
     *("test_real_model", "test_pools", "test_random", "test_jobs", "test_triton_backend"),
-    *("test_blend", "test_windows", "test_hybrids", "test_examples"),
+    *("test_blend", "test_hybrids", "test_examples"),
     *("test_exact", "test_faults"),
     *("test_pipeline", "test_weights"),
-    *("test_bits", "test_important_part", "test_reordering"),
+    *("test_bits", "test_important_part"),
 )
 # How a model is served in the randomised run.
 RANKS = ("one", "tp", "dp")

@@ -1,10 +1,12 @@
-"""What an administrator may ask for, and what becomes of it in the scheduler's process."""
+"""What an administrator may ask for, and what becomes of it in the scheduler's process; what is
+stored at which sight."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +14,10 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from impress_sglang.plugin import admin, routes, tree_nodes
+from impress_sglang.plugin import admin, routes, served_cache, tree_nodes
 from impress_sglang.plugin.admin import handle
 from impress_sglang.plugin.routes import carry_out
+from impress_sglang.serving.job_queue import Waiter
 from impress_sglang.serving.why import Reason
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import Priority, read_header
@@ -23,6 +26,9 @@ from tests.integration.test_why import admitted
 from tests.integration.worlds import OTHER, STORED, TOKENS, World
 from tests.unit.store_factory import check_index
 from tests.unit.waiting import wait_until
+
+# Prompts are stored once others have asked for the same, and no more of them than that.
+SELDOM = {"write_after": 2}
 
 
 @pytest.fixture
@@ -68,33 +74,21 @@ def test_a_purge_is_of_one_namespace(world: World) -> None:
     assert (stats.segments_purged, stats.segments_evicted) == (2, 0)
 
 
-def resident(world: World) -> dict[str | None, int]:
-    """Tokens in SGLang's tree, by namespace."""
-    found: dict[str | None, int] = {}
-    nodes = list(world.cache.root_node.children.values())
-    for node in nodes:
-        found[node.key.extra_key] = found.get(node.key.extra_key, 0) + len(node.key)
-        nodes.extend(node.children.values())
-    return found
-
-
-def fill_pool(world: World, namespace: str | None, first: int, *lengths: int) -> None:
-    """Prompts that all begin alike, behind 8 tokens, are in SGLang's tree."""
-    for number, length in enumerate(lengths):
-        tokens = [*range(first, first + 8), *[first + 100 + number] * length]
-        world.make_resident(tokens, namespace)
-
-
 @pytest.mark.parametrize("everything", [False, True])
 def test_a_purge_empties_the_pool_of_a_namespace_or_of_all(world: World, everything: bool) -> None:
-    for namespace in ("a", "b", None):
-        fill_pool(world, namespace, 1000, 8, 16)
-    assert resident(world) == {"a": 32, "b": 32, None: 32}
+    tenants = ("a", "b", None)
+    for namespace in tenants:
+        for end in (OTHER, STORED):
+            world.make_resident([*STORED[:40], *end], namespace)
 
     answer = world.told("purge", **({"everything": True} if everything else {"extra_key": "a"}))
 
-    assert (answer["pool_tokens"], answer["left"]) == (96 if everything else 32, 0)
-    assert resident(world) == ({} if everything else {"b": 32, None: 32})
+    each, gone = 40 + 2 * TOKENS, tenants if everything else ("a",)
+    assert (answer["pool_tokens"], answer["left"]) == (each * len(gone), 0)
+    assert world.cache.evictable_size() == each * (3 - len(gone))
+    for namespace in tenants:
+        reason = admitted(world, [*STORED[:40], *OTHER], namespace=namespace)["reason"]
+        assert reason == (Reason.NEVER_STORED if namespace in gone else Reason.RESIDENT)
 
 
 def purged_by_age(world: World, **fields: Any) -> list[Any]:
@@ -196,7 +190,7 @@ def test_no_order_ends_the_scheduler(world: World) -> None:
     assert world.told("purge", STORED) == {"error": "no store is in use: weights change"}
 
 
-@pytest.mark.parametrize("options", [{"write_after": 2}])
+@pytest.mark.parametrize("options", [SELDOM])
 def test_what_a_request_says_of_being_stored(world: World) -> None:
     """Nothing of it is, and it counts as no sight; or all of it is, at first sight."""
     for number in range(3):
@@ -249,7 +243,7 @@ def test_each_purge_is_seen_through_before_the_next_one_begins(
     """However many there are: more sweeps at once than are kept would throw each other out."""
     monkeypatch.setattr(tree_nodes, "MOST_LOOKS", 1)
     for number in range(12):
-        fill_pool(world, f"tenant {number}", 1000, 1)
+        world.make_resident(range(9), f"tenant {number}")
     names = list[str]()
 
     async def send(verb: str, **fields: Any) -> Any:
@@ -268,3 +262,119 @@ def test_each_purge_is_seen_through_before_the_next_one_begins(
     assert all(own["pool_tokens"] == 9 and own["writes"] == 0 for own in answers)
     assert len(set(names)) == 12 and len(names) > 24, "each has a name, and goes in steps"
     assert names == sorted(names, key=names.index)
+
+
+@pytest.mark.parametrize("options", [SELDOM])
+def test_what_two_ask_for_is_stored(world: World) -> None:
+    """Questions that nobody asks again are not."""
+    stored = [world.stored_after(f"r{number}", 2000 + 100 * number) for number in range(4)]
+    assert stored == [0, TOKENS, TOKENS, TOKENS]
+    assert world.stored(STORED) == TOKENS
+
+
+@pytest.mark.parametrize("options", [SELDOM])
+@pytest.mark.parametrize("retracted", [False, True])
+def test_others_do_not_count(world: World, retracted: bool) -> None:
+    """Neither a request that is matched again, nor one of another namespace."""
+    req = world.request("r", [*STORED, *range(2000, 2064)])
+    for _ in range(2):
+        if retracted:
+            world.cache.on_release(req, checkpointed=False)
+        world.match(req)
+    world.serve(req)
+    world.flush()
+    assert world.stored_after("s", 2000, namespace="other") == 0
+    assert world.stored_after("t", 3000) == TOKENS
+
+
+@pytest.mark.parametrize("options", [SELDOM])
+def test_samples_of_one_request_are_one(world: World) -> None:
+    """SGLang computes its prompt first, without a token behind it."""
+    for rid, new_tokens in (("r", 0), ("r-1", 8), ("r-2", 8)):
+        assert world.stored_after(rid, 2000, sampling={"n": 2, "max_new_tokens": new_tokens}) == 0
+    assert world.stored_after("s", 2000) == 2 * TOKENS
+
+
+@pytest.mark.parametrize("options", [SELDOM])
+def test_a_conversation_is_stored_one_turn_later(world: World) -> None:
+    """All of it but the turn under way: the last answer was seen by whom it was given to."""
+    answer = [*range(5000, 5000 + TOKENS)]
+    assert world.stored_after("r", 2000, answer=answer) == 0
+    talk = [*STORED, *range(2000, 2000 + TOKENS), *answer]
+    assert world.stored_after("s", 3000, prompt=talk) == len(talk)
+
+
+# The integrity check: by command only, in steps between which requests are served.
+
+
+def polled(world: World) -> str:
+    """As by `GET /impress/stats`."""
+    integrity: str = world.told("stats")["integrity"]
+    return integrity
+
+
+def check(world: World, *, begin: bool = True) -> str:
+    integrity: str = world.told("check", begin=begin)["integrity"]
+    return integrity
+
+
+def checked(world: World) -> str:
+    state = check(world)
+    while state == "running":
+        state = check(world, begin=False)
+    return state
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One item in a step."""
+    monkeypatch.setattr(served_cache, "STEP_S", 0.0)
+
+
+def test_polls_tell_what_the_last_check_found(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.stored_after("a", 2000)
+    assert [polled(world) for _ in range(3)] == ["unchecked"] * 3
+    assert check(world, begin=False) == "unchecked", "nobody has begun one"
+    assert checked(world) == "ok" == polled(world)
+    for error in (AssertionError, KeyError):
+
+        def fail(error: type[Exception] = error) -> Iterator[None]:
+            yield
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(world.service.store, "check_steps", fail)
+            assert checked(world) == "failed" == polled(world)
+        assert "the integrity check of IMPRESS failed" in caplog.text
+    assert checked(world) == "ok"
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("damage", ["requests", "store"])
+def test_a_check_finds_what_is_wrong(world: World, damage: str) -> None:
+    world.stored_after("a", 2000)
+    segment = next(world.service.store.tree.segments())
+    if damage == "requests":
+        world.jobs.waiters["nobody"] = Waiter("nobody")
+    else:
+        segment.last_access, segment.hits = -1, 5
+        world.service.store.quota.pending_bytes += 1
+    assert checked(world) == "failed"
+    world.jobs.waiters.clear()
+    world.service.store.quota.pending_bytes = 0
+    assert checked(world) == "ok"
+
+
+@pytest.mark.usefixtures("slow")
+def test_requests_are_served_while_a_check_goes_on(world: World) -> None:
+    world.stored_after("a", 2000)
+    assert check(world) == "running" == polled(world)
+    world.stored_after("b", 3000, prompt=OTHER)
+    assert check(world) == "running", "who comes later waits for the same"
+    world.make_resident(STORED)
+    assert world.cache.evictable_size() >= TOKENS
+    while (state := check(world, begin=False)) == "running":
+        world.stored_after("c", 4000, prompt=OTHER)
+    assert state == "ok"

@@ -1,4 +1,5 @@
-"""What is known not to work is refused: options, models by their configuration, loaded models.
+"""What is known not to work is refused: options, models by their configuration, loaded models; and
+what keeps prefixes apart of what works.
 
 `test_refusals.py` has what a whole command line is told.
 """
@@ -27,7 +28,7 @@ from impress_sglang.blend.plugin.steps import BLENDED
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ConfigError, UnsupportedError
 from impress_sglang.options import AUTO, EXACTLY, USUAL
-from impress_sglang.plugin import capabilities
+from impress_sglang.plugin import capabilities, factory
 from impress_sglang.plugin.capabilities import (
     check_alone,
     check_layers,
@@ -36,10 +37,14 @@ from impress_sglang.plugin.capabilities import (
     identity_of_options,
 )
 from impress_sglang.plugin.compat import NEWEST, sglang_version
-from impress_sglang.plugin.factory import _architecture, _scaling, kv_shape
+from impress_sglang.plugin.entry import _after_draft_worker
+from impress_sglang.plugin.factory import _architecture, _scaling, draft_runners, kv_shape
+from impress_sglang.plugin.known import namespace_of_request
 from impress_sglang.plugin.pools import streams_of
 from impress_sglang.store.policies import make_policy
+from impress_sglang.store.prefix_hashes import namespace_text
 from tests.integration.tiny_model import write_config
+from tests.unit.kv_factory import make_shape
 
 
 def options(**changed: Any) -> Any:
@@ -374,3 +379,68 @@ def test_what_has_whole_prefixes_of_one_model(
     for other in others:
         with pytest.raises(UnsupportedError, match=words):
             check_options(ImpressConfig(**other), options(**own))
+
+
+def adapter(seed: int, scaling: float = 2.0) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    weights = {"k_proj.lora_A.weight": torch.randn(4, 8, generator=generator)}
+    own = {"layers": [SimpleNamespace(weights=weights)], "scaling": scaling}
+    return SimpleNamespace(**own, embedding_layers={}, added_tokens_embeddings={})
+
+
+def test_namespaces_of_adapters() -> None:
+    """The same weights under any id, with what the request itself keeps apart."""
+    loras = {"id": adapter(1), "same": adapter(1), "other": adapter(2), "scaled": adapter(1, 1.0)}
+    manager = SimpleNamespace(loras=loras)
+
+    def namespace(lora_id: str | None, extra_key: str | None, salt: str | None = None) -> str:
+        key = extra_key if lora_id is None else (extra_key or "") + lora_id
+        req = SimpleNamespace(lora_id=lora_id, extra_key=key, cache_salt=salt)
+        return namespace_of_request(req, manager)
+
+    assert namespace("id", None) == namespace("same", None)
+    assert namespace("id", "alice", "salt") == namespace("same", "alice", "salt")
+    own = (*loras, None)
+    asked = [(name, key, salt) for name in own for key in (None, "alice") for salt in (None, "s")]
+    assert len({namespace(*one) for one in asked}) == len(asked) - 4
+    assert namespace(None, "alice") == namespace_text("alice", None)
+    loras["id"] = adapter(3)
+    assert namespace("id", None) != namespace("same", None), "it was replaced"
+
+
+def test_other_pools_are_part_of_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of drafts that have KVs, and of layers with windows."""
+    monkeypatch.setattr(factory, "resolved_view", lambda options: options)
+    monkeypatch.setattr(factory, "identity_of_options", lambda _: {})
+
+    def drafting(seed: int, **config: int) -> Any:
+        torch.manual_seed(seed)
+        text = SimpleNamespace(to_dict=lambda: config)
+        return SimpleNamespace(
+            model=torch.nn.Linear(4, 4),
+            model_config=SimpleNamespace(hf_text_config=text, dtype=torch.float32),
+            token_to_kv_pool=SimpleNamespace(dtype=torch.float32),
+            req_to_token_pool=None,
+        )
+
+    worker = SimpleNamespace(model_runner=drafting(1))
+    context = SimpleNamespace(tp_worker=worker, server_args=None, tp_rank=0, tp_size=1)
+    stages = [SimpleNamespace(pp_size=1, pp_rank=0)]
+    stages += [SimpleNamespace(pp_size=2, pp_rank=rank) for rank in (1, 0)]
+    found = []
+    for context.params in reversed(stages):
+        # Also if all layers were alike.
+        found.insert(0, factory.identity_of(context, make_shape()))
+    for own in (drafting(2), drafting(3), drafting(3, rope_theta=1)):
+        worker_of = SimpleNamespace(_draft_model_runners=lambda own=own: [own])
+        _after_draft_worker(None, SimpleNamespace(tp_worker=worker, draft_worker=worker_of))
+        assert draft_runners(worker) == (own,)
+        found.append(factory.identity_of(context, make_shape(), draft_runners(worker)))
+    assert len(set(found)) == len(found)
+    _after_draft_worker(None, SimpleNamespace(tp_worker=worker, draft_worker=None))
+    assert factory.identity_of(context, make_shape(), draft_runners(worker)) == found[0]
+    # With --disable-hybrid-swa-memory the same layers are stored in another order, and the first
+    # tokens have all of them.
+    monkeypatch.setattr(factory, "window_pool", lambda pool: pool)
+    worker.model_runner.token_to_kv_pool.layers_mapping = {0: (0, True), 1: (0, False)}
+    assert factory.identity_of(context, make_shape()) not in found

@@ -1,4 +1,4 @@
-"""How a report travels from a request to its answer."""
+"""How a report travels with what ends a request; `tests/serving/test_reports.py` has answers."""
 
 from __future__ import annotations
 
@@ -20,35 +20,13 @@ from impress_sglang.paper.plugin.part_cache import PartCache
 from impress_sglang.plugin import report_transport
 from impress_sglang.plugin.known import KnownRequests
 from impress_sglang.plugin.report_transport import (
-    after_built,
     around_abort,
-    around_meta_info,
     attach,
     before_output,
 )
 from impress_sglang.serving.report import RecentRequests, new_report
 from impress_sglang.serving.why import Reason
-from tests.integration.tree_world import report_of
 from tests.integration.worlds import STORED, World
-
-LENGTH = {"type": "length"}
-
-
-class Request(SimpleNamespace):
-    """Stands in for SGLang's."""
-
-    def __init__(self, *, stream: bool = False) -> None:
-        super().__init__(stream=stream, ended=False, sampling_params=None)
-
-    def finished(self) -> bool:
-        return bool(self.ended)
-
-
-def matched(req: Any, name: str = "", *, admitted: bool = True) -> dict[str, Any]:
-    report: dict[str, Any] = new_report("impress", 0, 100)
-    report |= {"name": name, "why": {"reason": name} if admitted else None}
-    attach(req, report)
-    return report
 
 
 @pytest.fixture(autouse=True)
@@ -57,50 +35,12 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report_transport, "_policy", "impress")
 
 
-def sent(req: Any) -> dict[str, Any] | None:
-    (report,) = after_built({}, None, [req])["impress"]
-    return report
-
-
-def assert_unused(report: Any) -> None:
-    assert report["why"]["reason"] == Reason.NOT_ADMITTED and report["path"] is None
-    assert not any(report["tokens"].values()) and not report["prefix_tokens"]
-
-
-def test_an_answer_that_is_not_streamed_has_its_report_when_it_is_complete() -> None:
-    req = Request()
-    assert report_of(req) is None and sent(req) is None
-    report = matched(req)
-    assert report_of(req) is report and sent(req) is None
-    req.ended = True
-    assert sent(req) is report
-
-
-def test_a_stream_has_its_report_in_the_first_and_the_last_part() -> None:
-    req = Request(stream=True)
-    report = matched(req)
-    assert [sent(req) for _ in range(3)] == [report, None, None]
-    req.ended = True
-    assert sent(req) is report
-
-
-def test_who_was_never_admitted_used_nothing() -> None:
-    req = Request()
-    req.ended = True
-    assert_unused(sent(req))
-    matched(req, admitted=False)
-    assert_unused(sent(req))
-
-
 class Manager:
     """Stands in for SGLang's tokenizer manager, which ends a request as it is told."""
 
-    def __init__(self, **of_input: Any) -> None:
-        self.obj = SimpleNamespace(**of_input)
-        self.rid_to_state = {"r": self.state()}
-
-    def state(self) -> Any:
-        return SimpleNamespace(obj=self.obj, out_list=[])
+    def __init__(self) -> None:
+        own: Any = SimpleNamespace(obj=SimpleNamespace(), out_list=[])
+        self.rid_to_state = {"r": own}
 
     def end(self, message: AbortReq) -> None:
         text = message.abort_message or "usual"
@@ -117,13 +57,11 @@ class Manager:
 
 
 @pytest.mark.parametrize("text", [None, "Because."])
-def test_a_message_that_ends_a_request_carries_its_report(
-    monkeypatch: pytest.MonkeyPatch, text: str | None
-) -> None:
-    monkeypatch.setattr(report_transport, "_policy", "impress")
+def test_a_message_that_ends_a_request_carries_its_report(text: str | None) -> None:
     req = Req("r", "", array("q", [1]), SamplingParams())
     message = AbortReq(rid="r", abort_message=text)
-    report = matched(req)
+    report = new_report("impress", 0, 100) | {"why": {"reason": Reason.LOADED}}
+    attach(req, report)
     before_output(None, message, req)
     told = Manager().told(message)
     assert told == {"text": text or "usual", "impress": report}
@@ -132,34 +70,6 @@ def test_a_message_that_ends_a_request_carries_its_report(
     before_output(None, other, req)
     assert Manager().told(other) is None
     assert Manager().told(AbortReq(rid="r", abort_message=text)) == {"text": text or "usual"}
-
-
-def answered(state: Any, report: Any, tokens: int, end: Any = LENGTH) -> Any:
-    """What an answer, or a part of it, says when a report arrives, or none does."""
-    meta_info = {"finish_reason": end, "completion_tokens": tokens}
-    around_meta_info(lambda *_: pytest.fail("ours"), meta_info, state, "impress", report)
-    return meta_info.get("impress")
-
-
-def test_every_part_of_an_answer_has_the_report() -> None:
-    state = Manager().state()
-    first, last = {"path": "ssd"}, {"path": "ssd", "complete": True}
-    assert answered(state, None, 0, None) is None
-    assert answered(state, first, 1, None) is first is answered(state, None, 2, None)
-    assert answered(state, last, 3) is last
-
-
-def test_samples_are_told_what_was_done_for_their_prompt() -> None:
-    manager = Manager()
-    report_transport.share(manager.obj)
-    loaded, found, own = {"path": "ssd"}, {"path": "device"}, {"path": "ssd", "of": "its own"}
-    assert answered(manager.state(), loaded, 0) is loaded
-    sample = manager.state()
-    assert answered(sample, found, 1, None) is loaded is answered(sample, None, 2, None)
-    assert answered(manager.state(), found, 0) is loaded
-    assert answered(manager.state(), own, 3) is own
-    report_transport.share(manager.obj)
-    assert answered(manager.state(), found, 3) is found, "another input"
 
 
 def test_sglang_asks_for_reports(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +84,8 @@ def test_sglang_asks_for_reports(world: World, monkeypatch: pytest.MonkeyPatch) 
     assert build(SimpleNamespace(tree_cache=world.cache), [req]) == {"impress": [None]}
     req.finished_reason = object()
     ((report,),) = build(SimpleNamespace(tree_cache=world.cache), [req]).values()
-    assert_unused(report)
+    assert report["why"]["reason"] == Reason.NOT_ADMITTED and report["path"] is None
+    assert not any(report["tokens"].values()) and not report["prefix_tokens"]
     world.abort(req)
 
 

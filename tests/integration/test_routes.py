@@ -10,9 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi import FastAPI, HTTPException
+from fastapi import HTTPException
 from fastapi.testclient import TestClient
-from sglang.srt.entrypoints import http_server
 
 from impress_sglang.plugin import routes
 from impress_sglang.plugin.routes import NotDone, carry_out, fields_of
@@ -178,16 +177,14 @@ def test_warming_that_fails_is_no_success(
 
 
 def test_pages_of_other_sites_neither_see_nor_order_anything(
-    monkeypatch: pytest.MonkeyPatch,
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A browser sends what a page posts, whoever may read the answer: it is refused before."""
-    app = FastAPI()
     arguments = SimpleNamespace(api_key=None, admin_api_key=None)
     manager = manager_of(server_args=arguments, tokenizer=None)
-    monkeypatch.setattr(http_server, "app", app)
+    app: Any = client.app
+    app.dependency_overrides.clear()
     monkeypatch.setattr(routes, "tokenizer_manager", lambda: manager)
-    routes.add_routes()
-    client = TestClient(app)
     # Totals are as open as those of SGLang, and the page has no data.
     open_to_all = {"/impress", "/impress/stats"}
     paths = {

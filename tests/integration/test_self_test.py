@@ -33,7 +33,7 @@ from impress_sglang.plugin.self_test import check_kvs
 from impress_sglang.store.policies import make_policy
 from impress_sglang.transfer.codecs import plain_codec
 from impress_sglang.transfer.packed import PackedLayers
-from tests.integration.test_capabilities import Layers
+from tests.integration.test_capabilities import Layers, runner
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -52,29 +52,23 @@ def run(
 ) -> float:
     if pool is None:
         pool = kind(size, 1, dtype, 2, 16, 2, "cpu", enable_memory_saver=False)
-    runner: Any = SimpleNamespace(
-        token_to_kv_pool=pool,
-        model=Layers(),
-        model_config=SimpleNamespace(
-            dtype=model_dtype or dtype, num_attention_heads=8, is_multimodal=False
-        ),
-        forward_stream=None,
-    )
+    own = runner(Layers(), pool)
+    own.model_config.dtype, own.forward_stream = model_dtype or dtype, None
     if (windows := window_pool(pool)) is not None:
-        runner.model.layers[1] = RadixAttention(8, windows.head_dim, 1.0, windows.head_num, 1)
+        own.model.layers[1] = RadixAttention(8, windows.head_dim, 1.0, windows.head_num, 1)
     if kind is MHATokenToKVPool:
-        check_layers(runner, windows=True)
+        check_layers(own, windows=True)
     config = ImpressConfig(policy=policy)
-    shape = kv_shape(runner, make_policy(config), config)
+    shape = kv_shape(own, make_policy(config), config)
     shape = dataclasses.replace(shape, exact=not shape.coded)
-    layers, runners = PoolLayers(pool), [runner]
+    layers, runners = PoolLayers(pool), [own]
     if windows is not None:
         shape = layers.add(shape, [windows], 8, raw=raw)
     if states is not None:
         layers.states = state_layers(SimpleNamespace(mamba_pool=states), shape)
     drafts = [] if draft is None else [draft]
     if drafts or index_keys(pool):
-        runners += [SimpleNamespace(token_to_kv_pool=own, model=Layers()) for own in drafts]
+        runners += [SimpleNamespace(token_to_kv_pool=draft, model=Layers()) for draft in drafts]
         shape = layers.add(shape, drafts)
     assert layers.beyond == len(drafts)
     return check_kvs(runners, layers, config, shape, plain_codec(shape))

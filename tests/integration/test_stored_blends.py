@@ -183,14 +183,6 @@ def test_what_was_blended_is_stored_with_a_mark(world: TreeWorld) -> None:
     assert not again["blended_tokens"]
 
 
-@one_page_size
-@pytest.mark.parametrize("depth", [0, 1])
-def test_no_more_approximations_than_are_allowed(world: TreeWorld, depth: int) -> None:
-    object.__setattr__(world.config, "approximation_depth", depth)
-    world.run("r", PROMPT, **ASKED)
-    assert any(own.info.approximate for own in world.service.store.tree.segments()) == bool(depth)
-
-
 @pytest.mark.parametrize("phase", ["waiting", "reading", "read", "computing"])
 @one_page_size
 def test_who_goes_away_leaves_nothing(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from array import array
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.observability import trace
 
 from impress_sglang.plugin import tree_nodes
 from impress_sglang.plugin.known import namespace_of
@@ -78,22 +80,6 @@ def test_who_needs_more_joins_and_then_loads_its_rest(world: TreeWorld, page_siz
     assert [own["loaded_tokens"] for own in told] == [PREFIX, 160]
     assert [own["shared_tokens"] for own in told] == [0, PREFIX]
     assert [own["why"]["reason"] for own in told] == ["loaded", "loaded"]
-
-
-@pytest.mark.parametrize("page", [32, 64, 128])
-def test_other_sizes_of_pages(tmp_path: Path, page: int) -> None:
-    """Those that GPUs have."""
-    world = TreeWorld(tmp_path, page, blend="off")
-    prompt = draw(5, 700)
-    _, computed = kvs_of(world, "computed", prompt)
-    world.flush()
-    for name, length in (("whole", 699), ("fork", 450)):
-        whole = length // page * page
-        told, loaded = kvs_of(world, name, [*prompt[:length], *draw(6, 9)], **EXACT)
-        assert told["loaded_tokens"] + told["resident_tokens"] == whole
-        assert_same_kvs(loaded, computed, whole)
-        world.check_slots()
-    world.close()
 
 
 def test_others_are_told_of_what_was_loaded_and_evicted(world: TreeWorld, page_size: int) -> None:
@@ -282,3 +268,102 @@ def test_what_is_sent_or_in_another_batch_gives_its_slots_back(tmp_path: Path, w
     world.end(sent)
     assert world.serve(req)["loaded_tokens"] == PREFIX
     world.close()
+
+
+OWN = [*ASKED[:-1], 3]
+
+
+@contextlib.contextmanager
+def running(
+    world: TreeWorld, tokens: list[int], *, left: int = PREFIX, **wanted: object
+) -> Iterator[None]:
+    """A request that runs, and leaves no room for another prefix."""
+    req = world.request("running", tokens, **wanted)
+    world.begin(req)
+    world.scheduler.running_batch.reqs.append(req)
+    taken = world.allocator.alloc(world.allocator.available_size() - left)
+    yield
+    world.allocator.free(taken)
+    world.scheduler.running_batch.reqs.remove(req)
+    world.end(req)
+    world.service.store.writes.drain()
+
+
+def is_exact(world: TreeWorld, rid: str) -> bool:
+    return bool(world.cache._known[rid].kv_class.exact)
+
+
+def test_who_would_wait_for_room_uses_them(world: TreeWorld) -> None:
+    with running(world, ASKED, **EXACT):
+        req = world.request("own", OWN)
+        assert world.waits(req), "there may be room"
+        world.poll()
+        assert not world.waits(req)
+        told = world.serve(req)
+    assert told["path"] == "device" and told["prefix_tokens"] >= PREFIX
+    assert told["decision"] == "none" and told["bits"] is None
+    assert told["ssd_bytes"] == 0 and not told["approximate"]
+
+
+def test_who_asks_for_exact_kvs_uses_no_others(world: TreeWorld) -> None:
+    with running(world, ASKED):
+        req = world.request("own", OWN, **EXACT)
+        world.poll()
+        assert world.waits(req) and is_exact(world, "own")
+        world.abort(req)
+
+
+def test_when_they_are_gone_it_loads_what_it_asked_for(world: TreeWorld) -> None:
+    with running(world, ASKED, **EXACT):
+        req = world.request("own", OWN)
+        world.poll()
+        assert is_exact(world, "own")
+    world.poll()
+    world.cache.evict(EvictParams(num_tokens=10**6))
+    told = world.serve(req)
+    assert told["path"] == "ssd" and told["bits"] == world.config.bits and told["approximate"]
+
+
+class Tracer:
+    """Stands in for OpenTelemetry's, whose SDK is not needed here; it is also each of its spans."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name, self.spans = name, list[Tracer]()
+        self.events: dict[str, dict[str, Any]] = {}
+
+    def start_span(self, name: str, **_: Any) -> Tracer:
+        self.spans.append(Tracer(name))
+        return self.spans[-1]
+
+    def add_event(self, name: str, timestamp: int, attributes: dict[str, Any]) -> None:
+        self.events[name] = attributes
+
+    def get_span_context(self) -> None: ...
+    def set_attributes(self, attributes: dict[str, Any]) -> None: ...
+    def end(self, end_time: int) -> None: ...
+
+
+def test_the_span_of_waiting_says_what_was_loaded_meanwhile(
+    world: TreeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracer = Tracer()
+    monkeypatch.setattr(trace, "opentelemetry_initialized", True)
+    monkeypatch.setattr(trace, "tracer", tracer)
+    monkeypatch.setattr(trace, "threads_info", {})
+    context = trace.TraceReqContext("own", module_name="request")
+    context.rebuild_thread_context()
+
+    req = world.request("own", ASKED)
+    req.time_stats.trace_ctx = context
+    req.time_stats.set_wait_queue_entry_time()
+    world.settle(req)
+    world.admit(req)
+    req.time_stats.set_forward_entry_time()
+
+    (told,) = [own.events["impress.load"] for own in tracer.spans if own.events]
+    assert told["tokens"] == PREFIX and told["ssd_bytes"] > 0
+    assert min(told[name] for name in ("queued_ms", "read_ms", "restored_ms")) >= 0
+    assert [own.name for own in tracer.spans if own.events] == ["prefill_waiting"]
+    context.abort()
+    world.compute(req)
+    world.end(req)

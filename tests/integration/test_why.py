@@ -103,11 +103,16 @@ def the_segment(world: World) -> StoredSegment:
     return segment
 
 
+def unreadable(*_: Any, **__: Any) -> None:
+    raise PrefixUnreadable("a test")
+
+
 # What is set on what of a world, and the reason and words that follow from it.
 SET: tuple[tuple[Callable[[World], object], str, object, Reason, str], ...] = (
     (the_segment, "state", SegmentState.PENDING, Reason.BEING_WRITTEN, ""),
     (the_segment, "state", SegmentState.SUSPECT, Reason.DAMAGED, ""),
     (lambda world: world.service.store._memory.pool, "limit_bytes", 1, Reason.NO_BUFFERS, ""),
+    (lambda world: world.service.store.segments, "open", unreadable, Reason.NOT_OPENED, ""),
     (lambda world: world.service, "aside", "a test", Reason.OTHER_WEIGHTS, ": a test."),
     (lambda _: known, "serve_refusal", lambda _: "lora_id", Reason.NOT_SERVED, ": lora_id."),
 )
@@ -140,15 +145,6 @@ def test_what_is_not_exact_enough(world: World, stored: StoredSegment) -> None:
 def test_a_disk_that_does_not_answer(world: World) -> None:
     world.service.store.health.failed("a test", OSError("no"), reading=True)
     assert admitted(world)["reason"] == Reason.DEGRADED
-
-
-@pytest.mark.usefixtures("stored")
-def test_what_could_not_be_opened(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def open_whole(*_: Any, **__: Any) -> None:
-        raise PrefixUnreadable("a test")
-
-    monkeypatch.setattr(world.service.store.segments, "open", open_whole)
-    assert admitted(world)["reason"] == Reason.NOT_OPENED
 
 
 @pytest.mark.usefixtures("stored")
