@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -57,12 +57,8 @@ def stock(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
         yield server
 
 
-class Serve(Protocol):
-    """Starts a server of ours for the time of a `with` block."""
-
-    def __call__(
-        self, name: str, *flags: str, model: Path | None = None, **how: Any
-    ) -> contextlib.AbstractContextManager[Server]: ...
+# Starts a server of ours for the time of a `with` block.
+Serve: TypeAlias = Callable[..., contextlib.AbstractContextManager[Server]]
 
 
 @pytest.fixture(scope="session")

@@ -26,21 +26,15 @@ def ends_with(prompt: list[int], tokens: list[int]) -> bool:
     return prompt[-len(tokens) :] == tokens
 
 
-def store_damaged(server: Server, length: int, seed: int, **fields: Any) -> list[int]:
-    """A prefix on SSD with a byte flipped in a layer after the first one."""
+def store_damaged(
+    server: Server, length: int, seed: int, *, state: bool = False, **fields: Any
+) -> list[int]:
+    """A prefix on SSD with a byte flipped in a layer after the first one, or in the state that
+    stands behind it."""
     before = segments(server)
     prefix = server.store(length, seed, **fields)
-    # Its state, if there is one, stands behind it.
-    flip_value(min(segments(server) - before, key=place_of))
-    return prefix
-
-
-def store_damaged_state(server: Server, length: int, seed: int) -> list[int]:
-    """The same, in the state behind a prefix."""
-    before = segments(server)
-    prefix = server.store(length, seed)
-    _, state = sorted(segments(server) - before, key=place_of)
-    flip_value(state)
+    first, *others = sorted(segments(server) - before, key=place_of)
+    flip_value(others[0] if state else first)
     return prefix
 
 

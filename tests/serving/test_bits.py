@@ -1,4 +1,5 @@
-"""Prefixes in few bits on real servers: what answers get, what is read, and who shares it."""
+"""Prefixes in few bits on real servers, also by a basis: what answers get, what is read, and who
+shares it."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,17 +15,19 @@ import pytest
 from tests.serving.compare import assert_same, paths, report
 from tests.serving.conftest import Serve
 from tests.serving.harness import Server
-from tests.serving.tiny_models import random_tokens
+from tests.serving.tiny_models import make_basis, random_tokens
 from tests.unit.waiting import wait_until
 
 EXACT = {"impress_bits": "exact"}
 STAYS_WHOLE = "impress"
+FLAGS = ("--max-total-tokens=9000", "--impress-host-gb=0", "--impress-device-gb=0")
+# Bits of a basis.
+RATE, LOWER_RATE = 4.0, 3.0
 
 
 @pytest.fixture(scope="module")
 def impress(serve: Serve) -> Iterator[Server]:
-    flags = ("--max-total-tokens=9000", "--impress-host-gb=0", "--impress-device-gb=0")
-    with serve("bits", *flags) as server:
+    with serve("bits", *FLAGS) as server:
         yield server
 
 
@@ -109,3 +113,70 @@ def test_the_same_history_gives_the_same_answers(impress: Server) -> None:
     assert_same(*runs, 0.0)
     told = [[report(answer)["bits_mean"] for answer in run] for run in runs]
     assert told[0] == told[1]
+
+
+@pytest.fixture(scope="module")
+def basis(workdir: Path, tiny_llama: Path) -> Path:
+    return make_basis(tiny_llama, workdir / "tiny.basis", ranks=2)
+
+
+@pytest.fixture(scope="module")
+def coded(serve: Serve, basis: Path) -> Iterator[Server]:
+    with serve("basis", f"--impress-basis={basis}", *FLAGS) as server:
+        yield server
+        server.assert_whole()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(serve: Serve, basis: Path) -> Iterator[Server]:
+    """Each has a basis of its own heads, in more bits."""
+    with serve("basis-ranks", f"--impress-basis={basis}", ranks=2) as server:
+        yield server
+        server.assert_whole()
+
+
+@pytest.mark.parametrize(("name", "most", "least"), [("coded", 0.0, 5), ("two_ranks", 1.0, 4)])
+def test_a_prefix_comes_in_the_bits_of_the_basis(
+    request: pytest.FixtureRequest, stock: Server, name: str, most: float, least: int
+) -> None:
+    """In fewer bytes than exact KVs, and answers hardly differ."""
+    server: Server = request.getfixturevalue(name)
+    prefix = server.store(1200, seed=3)
+    question = [*prefix, *random_tokens(25, seed=4)]
+    right = logprob(stock.generate(question, 1, return_logprob=True))
+    found = server.generate(question, 1, return_logprob=True)
+    few = report(found)
+    assert few["path"] == "ssd" and RATE <= few["bits_mean"] <= RATE + most
+    assert few["approximate"] is True and few["loaded_tokens"] == 1200
+    assert abs(logprob(found) - right) < 0.3
+    exact = report(server.generate(question, 1, **EXACT))
+    assert exact["bits_mean"] == 16.0 and least < exact["ssd_bytes"] / few["ssd_bytes"] < 8
+
+
+@pytest.mark.parametrize("bits", [5, 6])
+def test_who_asks_for_no_more_bits_than_it_is_worth_gets_it(coded: Server, bits: int) -> None:
+    prefix = coded.store(300, seed=5)
+    question = [*prefix, *random_tokens(9, seed=40 + bits)]
+    said = report(coded.generate(question, 1, impress_bits=bits))
+    assert said["path"] == "ssd" and said["bits_mean"] == RATE
+
+
+def test_a_server_with_fewer_bits_takes_the_lower_rate(serve: Serve, basis: Path) -> None:
+    """And exact KVs are computed where only codes are kept."""
+    flags = (f"--impress-basis={basis}", "--impress-bits=5", "--impress-keep=codes")
+    with serve("basis-5", *flags) as server:
+        prefix = server.store(400, seed=9)
+        said = report(server.generate([*prefix, 7], 1))
+        assert said["path"] == "ssd" and said["bits_mean"] == pytest.approx(LOWER_RATE, abs=0.02)
+        for bits in (6, "exact"):
+            said = report(server.generate([*prefix, 8], 1, impress_bits=bits))
+            assert said["path"] == "computed" and said["why"]["reason"] == "quality"
+            server.flush()
+        warmed = random_tokens(300, seed=12)
+        for outcomes in ({"stored", "being_written"}, {"stored_before"}):
+            told = server.post("/impress/warm", input_ids=warmed).json()
+            assert told["outcome"] in outcomes
+            server.flush()
+    with serve("basis-5", *flags) as server:
+        said = report(server.generate([*random_tokens(400, seed=9), *random_tokens(9, seed=1)], 1))
+        assert said["path"] == "ssd", "what was stored before a restart"

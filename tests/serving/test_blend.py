@@ -1,18 +1,19 @@
-"""Stored text that is no prefix, reused by real servers."""
+"""Stored text that is no prefix, reused by real servers.
+
+`tests/integration/test_stored_blends.py` has what is computed between two passes, and by whom.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
-from bench.core.servers import Stream
-from tests.serving.compare import assert_same, gaps_between, report
+from tests.serving.compare import assert_same, report
 from tests.serving.conftest import CRAMPED, Serve
 from tests.serving.damage import flip_code, segment_of
-from tests.serving.harness import SLOW_BLENDS, Server
+from tests.serving.harness import Server
 from tests.serving.tiny_models import random_tokens
 
 TOLERANCE = 1e-4
@@ -106,30 +107,3 @@ def test_of_several_documents_only_the_damaged_one_is_computed(blending: Server)
     assert [own["why"]["reason"] for own in told] == ["blended", "blended"]
     # No prompt began so before: the head is computed.
     assert [own["blended_tokens"] for own in told] == [540 - 11] * 2
-
-
-@pytest.fixture(scope="module")
-def slow(serve: Serve) -> Iterator[Server]:
-    """Its blocks have 32 tokens and sleep for 50 ms each; the drive can be slowed down as well."""
-    flags = ("--impress-blend=0.15", "--impress-blend-seconds=60", "--impress-blend-min-tokens=128")
-    with serve("blend-slow", *flags, preload=SLOW_BLENDS) as server:
-        yield server
-        server.assert_whole()
-
-
-def test_others_go_on_while_a_blend_is_computed(slow: Server) -> None:
-    """A block runs between two of their tokens: no gap is longer than a few blocks of dozens."""
-    own = documents(20, 600, 600)
-    store(slow, joined(own, [0, 1], 1))
-    prompt = joined(own, [1, 0], 3)
-    other = Stream(slow, random_tokens(40, seed=5), 500)
-    other.wait(6)
-    began = time.perf_counter()
-    told = report(slow.generate(prompt, 1, **asking(0.5, impress_store=False)))
-    ended = time.perf_counter()
-    assert told["why"]["reason"] == "blended" and told["blended_tokens"] == 1200 - 11
-    blocks = 1200 // 32
-    assert ended - began > blocks * 0.05
-    gaps = gaps_between([own.at for own in other.join()], began, ended)
-    assert len(gaps) > blocks / 2, "somebody waited for several blocks"
-    assert max(gaps) < (ended - began) / 5, sorted(gaps)[-5:]

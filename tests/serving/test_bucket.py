@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 
 from bench.core.object_store import BUCKET, Proxy, credentials, seaweed, weed
-from impress_sglang.config import ImpressConfig
-from impress_sglang.store.bucket import open_bucket
-from tests.serving.compare import assert_as_stock, report
-from tests.serving.conftest import Serve
+from impress_sglang.store.peers import LOOK_SECONDS
+from tests.serving.compare import assert_as_stock
+from tests.serving.conftest import Serve, long
 from tests.serving.harness import Server
-from tests.serving.test_ranks import MANY
 from tests.serving.tiny_models import random_tokens
 from tests.unit.waiting import wait_until
 
@@ -25,7 +23,6 @@ pytest.importorskip("obstore")
 FLAGS = (
     "--impress-bits=exact",
     "--max-total-tokens=9000",
-    f"--impress-store=s3://{BUCKET}/serving",
     "--impress-io-timeout=2",
 )
 ENOUGH_BYTES = 256 << 10
@@ -41,23 +38,27 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
         proxy.close()
 
 
-def until_stored(server: Server, prompt: list[int], stored: bool = True) -> None:
-    wait_until(lambda: bool(server.stored(prompt)) == stored, 10)
-
-
+@pytest.mark.parametrize("ranks", [1, long(2)])
 def test_three_lives_on_one_bucket(
-    workdir: Path, serve: Serve, stock: Server, proxy: Proxy
+    workdir: Path, serve: Serve, stock: Server, proxy: Proxy, ranks: int
 ) -> None:
+    """Each rank has objects of its own."""
     how: dict[str, Any] = {"environment": credentials(proxy.port), "waits": False, "quiet": False}
+    how["ranks"], flags = ranks, (*FLAGS, f"--impress-store=s3://{BUCKET}/{ranks}")
+    names = f"s3-{ranks}-a", f"s3-{ranks}-b"
+
+    def until_stored(server: Server, prompt: list[int], stored: bool = True) -> None:
+        wait_until(lambda: bool(server.stored(prompt)) == stored, 10)
+        if ranks > 1:
+            # The other one hears of it when it looks.
+            time.sleep(2 * LOOK_SECONDS)
 
     def objects() -> int:
         return int(first.stats()["store"]["bucket"]["sent"])
 
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: setattr(proxy, "fault", lambda asked: ""))
-        first, second = (
-            stack.enter_context(serve(f"s3-{name}", *FLAGS, **how)) for name in ("a", "b")
-        )
+        first, second = (stack.enter_context(serve(name, *flags, **how)) for name in names)
         for server in (first, second):
             server.wait_ready()
         prompts = [random_tokens(600, seed=seed) for seed in range(171, 176)]
@@ -77,8 +78,8 @@ def test_three_lives_on_one_bucket(
         wait_until(lambda: second.stats()["store"]["used_bytes"] > 0, 10)
         # A directory is lost with its server.
         first.kill()
-        shutil.rmtree(workdir / "store-s3-a")
-        first = stack.enter_context(serve("s3-a", *FLAGS, **how))
+        shutil.rmtree(workdir / f"store-{names[0]}")
+        first = stack.enter_context(serve(names[0], *flags, **how))
         first.wait_ready()
         until_stored(first, prompts[2])
         assert_as_stock(first, stock, prompts[2])
@@ -102,44 +103,3 @@ def test_three_lives_on_one_bucket(
         assert_as_stock(first, stock, prompts[4])
         for server in (first, second):
             server.assert_quiet()
-
-
-def test_two_ranks_have_objects_of_their_own(
-    workdir: Path,
-    serve: Serve,
-    stock: Server,
-    proxy: Proxy,
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Those of the next server find them, when all else is lost."""
-    if request.config.getoption("--rank-requests") < MANY:
-        pytest.skip("it takes long, with --rank-requests 100")
-    how: dict[str, Any] = {"environment": credentials(proxy.port), "ranks": 2}
-    for name, value in how["environment"].items():
-        monkeypatch.setenv(name, value)
-    url, prompts = f"s3://{BUCKET}/ranks", [random_tokens(600, seed=seed) for seed in (181, 182)]
-    flags = (*FLAGS, f"--impress-store={url}")
-    bucket = open_bucket(ImpressConfig(ssd_dir="kv", store=url))
-    assert bucket is not None
-
-    def put() -> list[str]:
-        return [name.split("/")[0] for name in bucket.list("") if name.endswith(".kv")]
-
-    with serve("s3-ranks", *flags, **how) as server:
-        server.store_prompts(*prompts)
-        wait_until(lambda: len(put()) == 4, 20)
-        assert len(set(put())) == 2
-    shutil.rmtree(workdir / "store-s3-ranks")
-    with serve("s3-ranks", *flags, **how) as server:
-
-        def is_loaded() -> bool:
-            server.flush()
-            # Each rank hears of the objects when it looks.
-            told = server.generate(prompts[0], 1, impress_store=False)
-            return bool(report(told)["path"] == "ssd")
-
-        wait_until(is_loaded, 20)
-        server.flush()
-        for prompt in prompts:
-            assert_as_stock(server, stock, prompt)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.serving.compare import assert_same, paths
+from tests.serving.damage import segments
 from tests.serving.harness import Server
 from tests.serving.tiny_models import random_tokens
 
@@ -37,28 +37,28 @@ def with_placeholders(seed: int) -> list[int]:
     return tokens
 
 
-def segments(server: Server) -> int:
+def stored(server: Server) -> int:
     """How many segments are published; a flush waits for what is being written."""
     server.flush()
-    return len(list(Path(server.stats()["store"]["directory"]).glob("segments/*/*.kv")))
+    return len(segments(server))
 
 
 def test_embedding_overrides_do_not_poison_the_store(stock: Server, roomy: Server) -> None:
     """The same token ids with other embeddings: nothing is stored for those who come later."""
     queries = [with_placeholders(7000 + i) for i in range(5)]
-    before = segments(roomy)
+    before = stored(roomy)
     for query in queries:
         plain = score(stock, query)
         overridden = score(stock, query, **OVERRIDE)
         assert plain != pytest.approx(overridden, abs=1e-3), "the control: overrides matter"
         assert score(roomy, query, **OVERRIDE) == pytest.approx(overridden, abs=TOLERANCE)
-    left = segments(roomy)
+    left = stored(roomy)
     expected = [stock.generate(query, 16, return_logprob=True) for query in queries]
     actual = [roomy.generate(query, 16, return_logprob=True) for query in queries]
     assert_same(expected, actual, TOLERANCE)
     assert left == before
     assert paths(actual) == ["computed"] * 5
-    assert segments(roomy) == before + 5, "the control: plain requests are stored"
+    assert stored(roomy) == before + 5, "the control: plain requests are stored"
     again = [roomy.generate(query, 16, return_logprob=True) for query in queries]
     assert_same(expected, again, TOLERANCE)
     assert paths(again) == ["ssd"] * 5

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
-from tests.serving.compare import Answer, assert_same, paths
+from tests.serving.compare import Answer, assert_same, paths, report
 from tests.serving.conftest import CRAMPED, Serve
-from tests.serving.harness import PLAIN_ATTENTION, Server
+from tests.serving.damage import flip_value, segments
+from tests.serving.harness import PLAIN_ATTENTION, PREFILLING, Server
 from tests.serving.tiny_models import random_tokens
 
 TOLERANCE = 1e-4
@@ -169,3 +172,34 @@ def test_more_requests_than_the_pool_holds(stock: Server, exact: Server) -> None
     expected = stock.generate_together(prompts, 24, return_logprob=True)
     actual = exact.generate_together(prompts, 24, return_logprob=True)
     assert_same(expected, actual, TOLERANCE)
+
+
+PREFILLS = (
+    *("--disaggregation-mode=prefill", "--disaggregation-transfer-backend=nixl"),
+    # Otherwise it would wait for an event of a GPU.
+    *("--disable-overlap-schedule", "--max-total-tokens=9000"),
+)
+
+
+def test_a_prefill_server_stores_and_loads(serve: Serve) -> None:
+    """What it sends reaches nobody here, and the first token is its whole answer."""
+    prompt, rooms = random_tokens(1100, seed=1), itertools.count(1)
+    with serve("prefill", *ONLY_EXACT, *PREFILLS, preload=PREFILLING) as server:
+
+        def ask(prompt: Sequence[int], path: str) -> Any:
+            answer = server.generate(prompt, 1, return_logprob=True, bootstrap_room=next(rooms))
+            assert report(answer)["path"] == path
+            return answer
+
+        ask(prompt, "computed")
+        resident = ask(prompt, "device")
+        server.flush()
+        assert_same([resident], [ask(prompt, "ssd")], 1e-4)
+        before = segments(server)
+        lost = random_tokens(900, seed=2)
+        answer = ask(lost, "computed")
+        server.flush()
+        (stored,) = segments(server) - before
+        flip_value(stored)
+        assert_same([answer], [ask(lost, "computed")], 1e-4)
+        server.assert_whole()

@@ -15,7 +15,7 @@ from tests.fault_control import FaultControl
 from tests.faults import Rule, read_only
 from tests.serving.compare import assert_same, report
 from tests.serving.conftest import CRAMPED, Serve
-from tests.serving.damage import flip_value, store_damaged
+from tests.serving.damage import flip_value
 from tests.serving.harness import Server
 from tests.serving.tiny_models import random_tokens
 from tests.unit.waiting import wait_until
@@ -181,23 +181,6 @@ def test_a_damaged_file_is_set_aside(bench: Bench, harm: Callable[[Path], None],
     assert "a second look will decide" in bench.server.log_text()[since:]
     bench.ask(prompt)
     assert bench.ask(prompt)["path"] == "ssd", "it was stored again"
-
-
-def test_all_who_wait_for_it_compute_and_nobody_else_notices(bench: Bench) -> None:
-    server = bench.server
-    damaged, intact = store_damaged(server, 1200, seed=31), server.store(600, seed=32)
-    prompts = [
-        *([*damaged, *random_tokens(20, seed=33 + number)] for number in range(3)),
-        [*intact, *random_tokens(12, seed=37)],
-        random_tokens(60, seed=38),
-    ]
-    expected = bench.stock.generate_together(prompts, 16, return_logprob=True)
-    actual = server.generate_together(prompts, 16, return_logprob=True)
-    assert_same(expected, actual, TOLERANCE)
-    told = [report(answer) for answer in actual]
-    # One of them may have computed it before another one was admitted.
-    assert all(own["loaded_tokens"] == own["shared_tokens"] == 0 for own in told[:3])
-    assert told[3]["path"] == "ssd" and told[4]["path"] == "computed"
 
 
 def test_what_is_stored_before_the_damage_is_still_loaded(bench: Bench) -> None:

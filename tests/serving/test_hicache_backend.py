@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -14,8 +14,8 @@ from impress_sglang.cli import DONE
 from impress_sglang.cli.main import main
 from impress_sglang.hicache.packs import SUFFIX
 from tests.damage import flip_bit
-from tests.serving.conftest import TINY_FLAGS
-from tests.serving.harness import LATENT_HICACHE, Server, Zygote, running
+from tests.serving.conftest import TINY_FLAGS, long
+from tests.serving.harness import LATENT, Server, Zygote, running
 from tests.serving.tiny_models import make_model, random_tokens
 from tests.unit.waiting import wait_until
 
@@ -41,18 +41,8 @@ def stored_by(answer: dict[str, Any]) -> int:
     return int((details or {}).get("storage", 0))
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "family" in metafunc.fixturenames:
-        also = ["llama"] if metafunc.config.getoption("--full-matrix") else []
-        metafunc.parametrize("family", ["deepseek_v2", *also])
-
-
-class Serving(Protocol):
-    """Starts a server whose HiCache stores in a folder, by what the command line prints."""
-
-    def __call__(
-        self, name: str, model: Path, store: Path, *more: str, **how: Any
-    ) -> AbstractContextManager[Server]: ...
+# Starts a server whose HiCache stores in a folder, by what the command line prints.
+Serving: TypeAlias = Callable[..., AbstractContextManager[Server]]
 
 
 @pytest.fixture
@@ -134,13 +124,14 @@ def ask_until_stored(server: Server, prompt: list[int], whole: int) -> dict[str,
     return answers[-1]
 
 
+@pytest.mark.parametrize("family", ["deepseek_v2", long("llama")])
 def test_two_ranks(workdir: Path, serving: Serving, family: str) -> None:
     """Each has pages of its own heads; of latent vectors the first one writes what both read."""
     store, whole = workdir / f"hicache-ranks-{family}", 20 * PAGE
     model = make_model(family, workdir / "hicache-ranks" / family)
     prompt = random_tokens(whole + 5, seed=33)
     latent = family != "llama"
-    how = {"ranks": 2, "preload": LATENT_HICACHE if latent else HICACHE}
+    how = {"ranks": 2, "preload": f"{HICACHE},{LATENT}" if latent else HICACHE}
     # Two heads of 16, keys and values, or a latent vector and what is rotated, in three layers.
     width = 64 + 16 if latent else 2 * 2 * 16
     with serving(f"hicache-ranks-{family}", model, store, **how) as server:

@@ -12,9 +12,9 @@ import pytest
 
 from tests.serving.compare import assert_same, paths, report
 from tests.serving.conftest import Serve
-from tests.serving.damage import flip_value, place_of, store_damaged_state
+from tests.serving.damage import flip_value, place_of, store_damaged
 from tests.serving.harness import HYBRID, Server
-from tests.serving.test_pools import assert_comes_back
+from tests.serving.test_pools import assert_comes_back, assert_forks
 from tests.serving.test_ranks import HANGS_S, second
 from tests.serving.tiny_models import make_model, random_tokens
 from tests.unit.waiting import wait_until
@@ -41,19 +41,6 @@ def computed(serve: Serve, model: Path) -> list[Any]:
         return answers(server, PROMPTS)
 
 
-def assert_forks(server: Server) -> None:
-    """What prompts share is restored for others, if SGLang had a state where they part."""
-    shared = random_tokens(600, seed=91)
-    forks = [[*shared, *random_tokens(100, seed=seed)] for seed in (92, 93, 94)]
-    for prompt in forks[:2]:
-        server.generate(prompt, 1)
-    computed = server.generate(forks[2], 16, return_logprob=True)
-    server.flush()
-    alone = server.generate(forks[2], 16, return_logprob=True)
-    assert report(alone)["path"] == "ssd"
-    assert_same([computed], [alone], 1e-5)
-
-
 def test_states(serve: Serve, model: Path, computed: list[Any]) -> None:
     """After a restart, also behind a fork, and when there are few."""
     with serve("hybrid", *FLAGS, model=model, preload=HYBRID) as server:
@@ -66,9 +53,10 @@ def test_states(serve: Serve, model: Path, computed: list[Any]) -> None:
         server.flush()
         assert "states of layers without KVs are stored with the others" in server.log_text()
         assert_comes_back(server)
-        prompt = [*store_damaged_state(server, 900, seed=83), *random_tokens(3, seed=84)]
+        prompt = [*store_damaged(server, 900, seed=83, state=True), *random_tokens(3, seed=84)]
         told = report(server.generate(prompt, 12))
         assert told["path"] == "computed" and told["why"]["reason"] == "no_state"
+        # SGLang has a state where they part.
         assert_forks(server)
         server.flush()
         together = server.generate_together([*PROMPTS, *PROMPTS], 16, return_logprob=True)

@@ -114,14 +114,20 @@ def test_who_is_aborted_leaves_nothing_and_who_waits_with_it_is_served(
     """While it loads, alone and with another, while it waits for room, and when it is over."""
     prefix, large = jobs.store(1500, seed=31), jobs.store(6500, seed=32)
     prompts = [[*prefix, *random_tokens(20, seed=33 + number)] for number in range(3)]
+    other = random_tokens(1500, seed=44)
     with ThreadPoolExecutor(4) as pool:
         with slow(jobs):
             alone = pool.submit(jobs.ask, prompts[0], 4, rid="alone.")
             wait_until(lambda: loading(jobs) == 1500, 60)
+            assert jobs.post("/flush_cache").status_code == 400
             began = time.monotonic()
             abort(jobs, "alone.")
             assert "abort" in alone.result().text.lower()
             assert time.monotonic() - began < PATIENCE_S and loading(jobs) == 0
+            # The loader still reads a layer, and writes nothing to slots that are others' now.
+            assert jobs.post("/flush_cache").status_code == 200
+            answer = jobs.generate(other, 6, return_logprob=True)
+            assert_same([stock.generate(other, 6, return_logprob=True)], [answer], TOLERANCE)
         with slow(jobs):
             first = pool.submit(jobs.ask, prompts[1], 4, rid="first.")
             wait_until(lambda: loading(jobs) == 1500, 60)
@@ -146,25 +152,6 @@ def test_who_is_aborted_leaves_nothing_and_who_waits_with_it_is_served(
         time.sleep(0.5)
         abort(jobs, "late.")
         assert "abort" in late.result().text.lower()
-
-
-def test_a_flush_waits_for_a_job_that_somebody_waits_for(jobs: Server, stock: Server) -> None:
-    """Else the loader still reads a layer, and writes nothing to slots that are others' now."""
-    prompt = [*jobs.store(1500, seed=43), 5]
-    other = random_tokens(1500, seed=44)
-    with ThreadPoolExecutor(1) as pool, slow(jobs):
-        asked = pool.submit(jobs.ask, prompt, 1, rid="gone")
-        wait_until(lambda: loading(jobs) > 0, 60)
-        assert jobs.post("/flush_cache").status_code == 400
-        assert jobs.stats()["integrity"] == "ok"
-        abort(jobs, "gone")
-        asked.result()
-        assert jobs.post("/flush_cache").status_code == 200
-        answer = jobs.generate(other, 6, return_logprob=True)
-        assert_same([stock.generate(other, 6, return_logprob=True)], [answer], TOLERANCE)
-    answer = jobs.generate(prompt, 6, return_logprob=True)
-    assert paths([answer]) == ["ssd"]
-    assert_same([stock.generate(prompt, 6, return_logprob=True)], [answer], TOLERANCE)
 
 
 @pytest.mark.parametrize(("bits", "flushes"), [(6, True), ("exact", False)])

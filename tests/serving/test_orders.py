@@ -1,4 +1,4 @@
-"""What a key may order, and what the statistics tell."""
+"""What a key may order and see: orders, statistics, and the page."""
 
 from __future__ import annotations
 
@@ -45,6 +45,45 @@ def generate(server: Server, tokens: list[int], **fields: Any) -> dict[str, Any]
     ask(server, "POST", "/flush_cache?timeout=60", "admin").raise_for_status()
     answer: dict[str, Any] = response.json()
     return answer
+
+
+def overview(server: Server, after: int = 0) -> Any:
+    answer = ask(server, "GET", f"/impress/overview?after={after}", "admin")
+    answer.raise_for_status()
+    return answer.json()
+
+
+def test_the_page_agrees_with_the_statistics(server: Server) -> None:
+    for number in range(8):
+        prefix = random_tokens(700, seed=number % 3)
+        generate(server, [*prefix, *random_tokens(9, seed=50 + number)])
+    found = overview(server)
+    # SGLang's own warm-up came first.
+    stats, rows = found["stats"], found["requests"][:8]
+
+    numbers = [row["number"] for row in found["requests"]]
+    assert numbers == [*range(len(numbers), 0, -1)]
+    for row in rows:
+        assert sum(row["tokens"].values()) == 709
+        assert row["computing_ms"] > 0 and row["waited_ms"] >= 0 and row["why"]["text"]
+    assert any(row["tokens"]["loaded"] and row["loading_ms"] for row in rows)
+    totals = {
+        name: sum(row["tokens"][name] for row in found["requests"]) for name in rows[0]["tokens"]
+    }
+    assert sum(totals.values()) - totals["computed"] == stats["totals"]["prefix_tokens"]
+    by_period = [sum(column) for column in zip(*found["periods"], strict=True)][1:]
+    assert by_period == [*totals.values()]
+    assert sum(row["ssd_bytes"] for row in found["segments"]) == stats["store"]["used_bytes"]
+    assert {row["begins"] for row in rows} == {row["begins"] for row in found["segments"]} - {None}
+    assert all(row["text"] is None for row in (*rows, *found["segments"]))
+    assert overview(server, after=numbers[0])["requests"] == []
+
+
+def test_the_page_itself_asks_for_no_admins_key(server: Server) -> None:
+    answer = ask(server, "GET", "/impress", "user")
+    policy = answer.headers["Content-Security-Policy"]
+    assert answer.ok and policy.startswith("default-src 'none'")
+    assert answer.headers["X-Content-Type-Options"] == "nosniff"
 
 
 @pytest.mark.parametrize(

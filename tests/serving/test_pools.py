@@ -20,8 +20,9 @@ from impress_sglang.store.peers import LOOK_SECONDS
 from tests.serving.compare import Answer, assert_same, paths, report
 from tests.serving.conftest import Serve, long
 from tests.serving.damage import segments, store_damaged
-from tests.serving.harness import LATENT, SPECULATING, Server
+from tests.serving.harness import LATENT, SPECULATING, WINDOWS, Server
 from tests.serving.tiny_models import (
+    WINDOW,
     make_adapter,
     make_basis,
     make_draft,
@@ -97,6 +98,8 @@ KINDS: dict[str, tuple[str, tuple[str, ...], str | None, str]] = {
     "opt": ("opt", SMALL_CHUNKS, None, ""),
     "qwen2": ("qwen2", (*SMALL_CHUNKS, "--impress-blend=auto"), None, ""),
     "qwen3": ("qwen3", (*SMALL_CHUNKS, "--impress-blend=auto"), None, ""),
+    # The first family has a pool for layers with windows, the others one pool for all.
+    **{own: (own, EXACTLY, WINDOWS, "") for own in ("cohere2", "olmo3", "gemma3")},
     "bfloat16": ("llama", (*SMALL_CHUNKS, "--dtype=bfloat16"), None, ""),
 }
 
@@ -107,6 +110,8 @@ KINDS: dict[str, tuple[str, tuple[str, ...], str | None, str]] = {
         *(("opt", 1), ("qwen2", 1), ("qwen3", 1), ("bfloat16", 1)),
         *(("e4m3fn", 1), long("e4m3fn", 2), long("e5m2", 1), ("e5m2", 2)),
         *(long("latents", 1), ("latents", 2), ("media", 1), long("media", 2)),
+        *(long("cohere2", 1), ("cohere2", 2), ("gemma3", 1)),
+        *(long("olmo3", 1), long("olmo3", 2)),
     ],
 )
 def test_kinds(workdir: Path, serve: Serve, kind: str, ranks: int, at_length: bool) -> None:
@@ -120,15 +125,30 @@ def test_kinds(workdir: Path, serve: Serve, kind: str, ranks: int, at_length: bo
         assert said in server.log_text()
         shared = ranks > 1 and kind == "latents"
         told = assert_comes_back(server, shared=shared)
-        if kind == "media":
+        if kind == "media" or preload == WINDOWS:
             assert_comes_in_few_bits(server)
+        if preload == WINDOWS:
+            assert_forks(server)
         elif kind == "latents":
             assert set((workdir / f"store-{name}").glob("*/segments/*/*.kv")) == segments(server)
         elif family in ("opt", "qwen2", "qwen3"):
             assert_blends(server, family)
         server.assert_whole()
-    if at_length:
+    if at_length or kind == "cohere2":
         assert_outlasts(serve, told, name, *FLAGS, *flags, **how)
+
+
+def assert_forks(server: Server) -> None:
+    """What prompts share is restored for others, also where one was stored before the whole."""
+    shared = random_tokens(600, seed=91)
+    forks = [[*shared, *random_tokens(100, seed=seed)] for seed in (92, 93, 94)]
+    for prompt in forks[:2]:
+        server.generate(prompt, 1)
+    computed = server.generate(forks[2], 16, return_logprob=True)
+    server.flush()
+    alone = server.generate(forks[2], 16, return_logprob=True)
+    assert report(alone)["path"] == "ssd"
+    assert_same([computed], [alone], 1e-5)
 
 
 def assert_blends(server: Server, family: str) -> None:
@@ -301,3 +321,37 @@ def test_adapters(workdir: Path, serve: Serve, ranks: int) -> None:
             few = server.generate([*prompt, 5], 1, lora_path=adapter, impress_bits=6)
             assert report(few)["bits"] == 6.0
     assert len({tuple(own["output_ids"]) for own in answers.values()}) == 3
+
+
+# Of a pool for layers with windows: for less than half of the slots.
+FEW_ROWS = ("--max-total-tokens=5120", "--swa-full-tokens-ratio=0.3", "--chunked-prefill-size=512")
+
+
+def test_rows_for_few_tokens(serve: Serve, workdir: Path) -> None:
+    """Prompts are computed in chunks, and what is behind a window is overwritten before the end.
+
+    Also in pages.
+    """
+    model = make_model("cohere2", workdir / "cohere2")
+    prompts = [random_tokens(900, seed=10 + number) for number in range(6)]
+    flags = (*FEW_ROWS, "--impress-bits=exact", "--page-size=16")
+    with serve("few-rows", *flags, model=model, preload=WINDOWS) as server:
+        computed = [server.generate(prompt, 16, return_logprob=True) for prompt in prompts]
+        server.flush()
+        alone = [server.generate(prompt, 16, return_logprob=True) for prompt in prompts]
+        assert_same(computed, alone, 1e-4)
+        assert set(paths(alone)) == {"ssd"}
+        assert {report(answer)["loaded_tokens"] for answer in alone} == {896}
+        server.flush()
+        # All together they need more rows than there are.
+        together = server.generate_together([*prompts, *prompts], 16, return_logprob=True)
+        assert_same([*computed, *computed], together, 1e-4)
+        assert "ssd" in paths(together)
+        # Of a part nothing is left but what is before the last tokens.
+        for length, path in ((600, "computed"), (899, "ssd")):
+            server.flush()
+            part = [*prompts[0][:length], *random_tokens(40, seed=length)]
+            assert report(server.generate(part, 1))["path"] == path
+        server.abort_in_every_phase(prompts)
+        server.assert_whole()
+    assert WINDOW < 512

@@ -366,13 +366,12 @@ def test_other_weights_are_other_stores_on_all_ranks(
     assert same_as(stock, ranks, [prompt], **EXACT) == ["ssd"]
 
 
-def test_requests_are_put_back_on_all_ranks(serve: Serve, stock: Server) -> None:
+def test_requests_are_put_back_on_all_ranks(serve: Serve, stock: Server, roomy: Server) -> None:
     """And what one rank has stored alone is a miss for two."""
-    with serve("ranks-anew") as one:
-        prompt = one.store(800, 500)
-        assert paths([one.generate(prompt, 1)]) == ["ssd"]
+    prompt = roomy.store(800, 500)
+    assert paths([roomy.generate(prompt, 1)]) == ["ssd"]
     flags = ("--max-total-tokens=6000", "--disable-overlap-schedule")
-    with serve("ranks-anew", *flags, ranks=2, retracts=True) as server:
+    with serve("ranks-anew", *flags, store="roomy", ranks=2, retracts=True) as server:
         assert same_as(stock, server, [prompt], **EXACT) == ["computed"]
         prompts = prompts_of(8, 12)
         for _ in range(2):

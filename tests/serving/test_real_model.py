@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from bench.core.servers import store_flags
@@ -69,14 +69,5 @@ def test_bytes_of_a_prefix_in_few_bits(server: Server, workdir: Path) -> None:
 
 def _bytes_read_by(server: Server) -> int:
     """Bytes that the processes of a server read from block devices."""
-    pids = subprocess.run(
-        ["ps", "-o", "pid=", "-g", str(server.pid)],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
-    total = 0
-    for pid in pids:
-        fields = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
-        total += int(fields["read_bytes"])
-    return total
+    first = psutil.Process(server.pid)
+    return sum(own.io_counters().read_bytes for own in (first, *first.children(recursive=True)))

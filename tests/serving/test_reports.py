@@ -183,13 +183,3 @@ def test_warming_that_is_given_up_is_no_success(server: Server, count: int, wher
         said = own.result(60)["error"]
     assert "aborted" in said and said.startswith("0 of 3") == (count > 1)
     assert not server.stored(ids[0])
-
-
-def test_a_client_that_goes_away_warms_no_more(server: Server) -> None:
-    ids = [random_tokens(300, seed=110 + own) for own in range(3)]
-    with busy(server):
-        with pytest.raises(requests.Timeout):
-            requests.post(f"{server.url}/impress/warm", json={"input_ids": ids}, timeout=2)
-        wait_for(server, "num_waiting_reqs", some=False)
-    assert order(server, "why", input_ids=ids[0])["why"]["reason"] == "never_stored"
-    assert order(server, "why", input_ids=ids[1])["why"]["reason"] == "never_stored"

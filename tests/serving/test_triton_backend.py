@@ -18,7 +18,6 @@ import pytest
 
 from tests.serving.compare import assert_same, logprob_distance, paths, report
 from tests.serving.conftest import TINY_FLAGS, Serve
-from tests.serving.damage import store_damaged
 from tests.serving.harness import STOCK, Server, Zygote, running
 from tests.serving.tiny_models import make_model, random_tokens
 
@@ -76,17 +75,6 @@ def test_whole_prefixes_give_the_answers_of_stock(stock_triton: Server, triton: 
     assert paths([resident]) == ["device"]
 
 
-def test_a_request_with_a_damaged_prefix_ends_and_the_next_is_computed(
-    stock_triton: Server, triton: Server
-) -> None:
-    prompt = [*store_damaged(triton, 80, seed=41), *random_tokens(6, seed=42)]
-    expected = stock_triton.generate(prompt, 2, return_logprob=True)
-    ended = triton.generate(prompt, 2, **EXACT)
-    assert ended["meta_info"]["finish_reason"]["type"] == "abort"
-    actual = triton.generate(prompt, 2, return_logprob=True, **EXACT)
-    assert_same([expected], [actual], 1e-4)
-
-
 def test_parts_of_prefixes_give_the_answers_of_torch_native(
     triton: Server, torch_native: Server
 ) -> None:
@@ -104,6 +92,10 @@ def test_parts_of_prefixes_give_the_answers_of_torch_native(
     assert_same(expected, actual, 5e-3)
     assert paths(actual) == ["ssd", "ssd", "computed"]
     assert [report(answer)["used_tokens"] for answer in actual] == [25, 17, 0]
+    # In two chunks.
+    long = [*stored[1], *random_tokens(CHUNK + 9, seed=15)]
+    chunked = [server.generate(long, 4, return_logprob=True) for server in servers]
+    assert_same(chunked[:1], chunked[1:], 5e-3)
     # The control: a part gives other answers than the whole.
     whole = triton.generate(batch[0], 4, return_logprob=True, **EXACT)
     assert logprob_distance(whole, actual[0]) > 1e-2

@@ -38,25 +38,32 @@ def truncating(workdir: Path, serve: Serve) -> Iterator[Server]:
         assert server.stats()["integrity"] == "ok"
 
 
+def complete(server: Server, messages: list[dict[str, str]], **fields: Any) -> dict[str, Any]:
+    """The answer of a chat, with all that it can tell."""
+    answer = server.post(
+        "/v1/chat/completions",
+        model="tiny",
+        messages=messages,
+        max_tokens=4,
+        temperature=0,
+        ignore_eos=True,
+        return_prompt_token_ids=True,
+        return_meta_info=True,
+        return_cached_tokens_details=True,
+        **fields,
+    )
+    answer.raise_for_status()
+    told: dict[str, Any] = answer.json()
+    return told
+
+
 def chat(server: Server, turns: int, **custom: Any) -> tuple[list[int], dict[str, Any]]:
     """The prompt that was answered, and its report, after so many turns."""
     messages = [SYSTEM]
     for turn in range(turns):
         messages.append({"role": "user", "content": f"{turn} asks {turn * 7919} " + "a" * 80})
         messages.append({"role": "assistant", "content": f"{turn} says {turn * 104729}"})
-    answer = server.post(
-        "/v1/chat/completions",
-        model="tiny",
-        messages=messages[:-1],
-        max_tokens=4,
-        temperature=0,
-        ignore_eos=True,
-        return_prompt_token_ids=True,
-        return_meta_info=True,
-        custom_params=custom,
-    )
-    answer.raise_for_status()
-    told = answer.json()
+    told = complete(server, messages[:-1], custom_params=custom)
     (choice,) = told["choices"]
     tokens: list[int] = choice["prompt_token_ids"]
     assert told["usage"]["prompt_tokens"] == len(tokens)
@@ -93,20 +100,9 @@ def test_openai_clients_are_told_what_was_cached(truncating: Server) -> None:
     """How many tokens, and that a storage of ours had them."""
 
     def ask(tenant: str) -> tuple[int, int, dict[str, Any], dict[str, Any]]:
-        answer = truncating.post(
-            "/v1/chat/completions",
-            model="tiny",
-            messages=[SYSTEM, {"role": "user", "content": "What is cached? " + "b" * 400}],
-            max_tokens=4,
-            temperature=0,
-            ignore_eos=True,
-            return_meta_info=True,
-            return_cached_tokens_details=True,
-            custom_params={"impress_blend": "off"},
-            cache_salt=tenant,
-        )
-        answer.raise_for_status()
-        told = answer.json()
+        question = {"role": "user", "content": "What is cached? " + "b" * 400}
+        custom = {"impress_blend": "off"}
+        told = complete(truncating, [SYSTEM, question], custom_params=custom, cache_salt=tenant)
         usage, (choice,) = told["usage"], told["choices"]
         details = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
         said = (told.get("sglext") or {}).get("cached_tokens_details") or {}

@@ -81,10 +81,15 @@ needs_promtool = pytest.mark.skipif(
 
 
 @needs_promtool
-def test_prometheus_accepts_the_rules() -> None:
-    told = promtool("check", "rules", FOLDER / "alerts.yaml")
-    count = sum(len(group["rules"]) for group in ALERTS["groups"])
-    assert f"{count} rules found" in told
+def test_prometheus_accepts_the_rules_and_queries(tmp_path: Path) -> None:
+    """As rules, with what Grafana puts into queries."""
+    asked = [own.replace("$__rate_interval", "1m") for own in QUERIES.values()]
+    rules = [{"record": f"own_{number}", "expr": own} for number, own in enumerate(asked)]
+    (tmp_path / "queries").write_text(yaml.dump({"groups": [{"name": "a", "rules": rules}]}))
+    for path in (FOLDER / "alerts.yaml", tmp_path / "queries"):
+        groups = yaml.safe_load(path.read_text())["groups"]
+        count = sum(len(group["rules"]) for group in groups)
+        assert f"{count} rules found" in promtool("check", "rules", path)
 
 
 def promtool(*arguments: object) -> str:
