@@ -344,7 +344,10 @@ def test_dtypes_and_scales_of_kvs_are_part_of_the_identity() -> None:
     [("policy", "paper"), ("blend", 0.15), ("basis", "a.basis"), ("schedule", "classes")],
 )
 def test_several_ranks_are_refused_what_one_would_decide(name: str, value: object) -> None:
+    """And may have adapters and drafts, also with a basis."""
     config = ImpressConfig(**{name: value})
+    for own in ({"enable_lora": True}, {"lora_paths": ["a"]}, {"speculative_algorithm": "EAGLE"}):
+        check_options(config if name == "basis" else ImpressConfig(), options(tp_size=2, **own))
     check_options(config, options(tp_size=1, pp_size=1))
     for size in ("tp_size", "pp_size"):
         check_options(ImpressConfig(), options(**{size: 2}))
@@ -354,14 +357,6 @@ def test_several_ranks_are_refused_what_one_would_decide(name: str, value: objec
             continue
         with pytest.raises(UnsupportedError, match=f"needs --{size.replace('_', '-')} 1"):
             check_options(config, options(**{size: 2}))
-
-
-@pytest.mark.parametrize(
-    "own", [{"enable_lora": True}, {"lora_paths": ["a"]}, {"speculative_algorithm": "EAGLE"}]
-)
-def test_several_ranks_may_have_adapters_and_drafts(own: dict[str, Any]) -> None:
-    for config in (ImpressConfig(), ImpressConfig(basis="a.basis")):
-        check_options(config, options(tp_size=2, **own))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import inspect
 import runpy
 import shutil
 import subprocess
@@ -33,35 +33,19 @@ BATCHES = {
 
 
 @pytest.fixture(scope="module")
-def patched_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the installed file, patched with the command of patches/README.md."""
+def extends(tmp_path_factory: pytest.TempPathFactory) -> tuple[Extend, ...]:
+    """The extend attention as the command of patches/README.md patches it, and as SGLang has it;
+    it uses no state of the backend."""
     if shutil.which("patch") is None:
         pytest.skip("needs the program patch")
     site = tmp_path_factory.mktemp("site-packages")
     (site / BACKEND).parent.mkdir(parents=True)
-    shutil.copy(installed_file(), site / BACKEND)
+    shutil.copy(inspect.getfile(TorchNativeAttnBackend), site / BACKEND)
     with PATCH.open("rb") as diff:
         subprocess.run(["patch", "-p2", "--fuzz=0", "-d", site], stdin=diff, check=True)
-    return site
-
-
-@pytest.fixture(scope="module")
-def extends(patched_site: Path) -> tuple[Extend, Extend]:
-    """As it is patched, and as SGLang has it."""
-    patched = runpy.run_path(str(patched_site / BACKEND))
-    return extend_of(patched["TorchNativeAttnBackend"]), extend_of(TorchNativeAttnBackend)
-
-
-def installed_file() -> Path:
-    spec = importlib.util.find_spec("sglang")
-    assert spec is not None and spec.submodule_search_locations
-    return Path(spec.submodule_search_locations[0]).parent / BACKEND
-
-
-def extend_of(backend: Any) -> Extend:
-    """The extend attention of a backend class; it uses no state of the object."""
-    extend: Extend = backend.__new__(backend)._run_sdpa_forward_extend
-    return extend
+    patched: Any = runpy.run_path(str(site / BACKEND))["TorchNativeAttnBackend"]
+    both: tuple[Any, ...] = patched, TorchNativeAttnBackend
+    return tuple(own.__new__(own)._run_sdpa_forward_extend for own in both)
 
 
 def make_batch(
@@ -98,7 +82,7 @@ def run(extend: Extend, batch: SimpleNamespace, **options: Any) -> Tensor:
     return extend(**vars(batch), output=output, **options)
 
 
-def assert_same(extends: tuple[Extend, Extend], batch: SimpleNamespace, **options: Any) -> None:
+def assert_same(extends: tuple[Extend, ...], batch: SimpleNamespace, **options: Any) -> None:
     patched, original = (run(extend, batch, **options) for extend in extends)
     assert not patched.isnan().any()
     torch.testing.assert_close(patched, original, rtol=1e-5, atol=1e-5)
@@ -108,7 +92,7 @@ def assert_same(extends: tuple[Extend, Extend], batch: SimpleNamespace, **option
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("window", [None, -1, 0, 5, 500])
 def test_causal_results_are_the_same(
-    extends: tuple[Extend, Extend],
+    extends: tuple[Extend, ...],
     lengths: list[tuple[int, int]],
     kv_heads: int,
     window: int | None,
@@ -117,7 +101,7 @@ def test_causal_results_are_the_same(
     assert_same(extends, batch, causal=True, sliding_window_size=window)
 
 
-def test_few_new_tokens_after_many_cached_are_cheap(extends: tuple[Extend, Extend]) -> None:
+def test_few_new_tokens_after_many_cached_are_cheap(extends: tuple[Extend, ...]) -> None:
     """Needs the patch: without it, 64 new tokens cost as much as 4,064 (measured: 40 times
     what they cost with it)."""
     batch = make_batch([(4000, 64)], query_heads=8, kv_heads=2, head_dim=64)

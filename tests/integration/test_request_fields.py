@@ -148,11 +148,17 @@ def test_harmless(fields: dict[str, Any]) -> None:
     assert refusals(request(**fields)) == (None, None)
 
 
+MADE = set(inspect.signature(Req.__init__).parameters) - {"dllm_config"}
+
+
 @pytest.mark.parametrize("field", AGAINST)
 def test_against_the_store(field: str) -> None:
+    """Set later, and if SGLang makes a request with it."""
     req = request()
     setattr(req, field, AGAINST[field])
-    assert refusals(req) == (field, None if field in STORED_ONLY else field)
+    for own in (req, *([request(**{field: AGAINST[field]})] if field in MADE else [])):
+        assert serve_refusal(own) == field
+    assert store_refusal(req) == (None if field in STORED_ONLY else field)
 
 
 @pytest.mark.parametrize("value", ["surprise", True, 0])
@@ -171,14 +177,6 @@ def test_tokens_that_are_no_text(token: int) -> None:
     req.origin_input_ids = array("q", [1, token, 3])
     assert refusals(req) == ("origin_input_ids", "origin_input_ids")
     assert as_tokens(req.origin_input_ids)[1] == as_tokens([token])[0] in (token, 2**31 - 1)
-
-
-MADE = set(inspect.signature(Req.__init__).parameters) - {"dllm_config"}
-
-
-@pytest.mark.parametrize("field", [field for field in AGAINST if field in MADE])
-def test_made_so(field: str) -> None:
-    assert serve_refusal(request(**{field: AGAINST[field]})) == field
 
 
 def test_plain_requests(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,13 +17,9 @@ def segments(server: Server) -> set[Path]:
 
 def segment_of(server: Server, prompt: list[int]) -> Path:
     """The file with the last tokens of a stored prompt; newer ones may be rewritten ones."""
-    infos = {path: read_header(path, FileSystem()).info for path in segments(server)}
-    (found,) = (path for path, info in infos.items() if ends_with(prompt, info.tokens.tolist()))
+    stored = {own: read_header(own, FileSystem()).info.tokens.tolist() for own in segments(server)}
+    (found,) = (path for path, tokens in stored.items() if prompt[-len(tokens) :] == tokens)
     return found
-
-
-def ends_with(prompt: list[int], tokens: list[int]) -> bool:
-    return prompt[-len(tokens) :] == tokens
 
 
 def store_damaged(

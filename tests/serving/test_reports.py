@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -161,13 +161,6 @@ def test_warming_says_what_became_of_a_prefix(server: Server) -> None:
     assert text["tokens"] >= 60 and text["outcome"] in ("being_written", "stored")
 
 
-def give_up(server: Server, own: Future[Any]) -> None:
-    """Until what was asked for ends; some of it may not have arrived yet."""
-    while not own.done():
-        server.post("/abort_request", abort_all=True)
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize(("count", "where"), [(1, "prefill"), (3, "queue")])
 def test_warming_that_is_given_up_is_no_success(server: Server, count: int, where: str) -> None:
     ids = [random_tokens(4000, seed=100 + count + own) for own in range(count)]
@@ -179,7 +172,10 @@ def test_warming_that_is_given_up_is_no_success(server: Server, count: int, wher
         own = pool.submit(order, server, "warm", 503, input_ids=body)
         if where == "queue":
             wait_for(server, "num_waiting_reqs")
-        give_up(server, own)
+        # Some of it may not have arrived yet.
+        while not own.done():
+            server.post("/abort_request", abort_all=True)
+            time.sleep(0.05)
         said = own.result(60)["error"]
     assert "aborted" in said and said.startswith("0 of 3") == (count > 1)
     assert not server.stored(ids[0])

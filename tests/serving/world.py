@@ -141,13 +141,14 @@ class World:
         # batch. Those of generated tokens are right.
         least = -NEW_TOKENS if self.retracts and ask.kind == "logprob" else 0
         stock = {w: [a] for (name, w), a in self.catalogue.answers.items() if name == ask.name}
+        sequences = told if isinstance(told, list) else [told]
         self.judge_answer(
             ask.name,
             [read_answer(ask, told).since(least)],
             {weights: [answer.since(least) for answer in own] for weights, own in stock.items()},
             began,
             exact=exact,
-            said=said_of(told),
+            said=str([own.get("meta_info", {}).get("impress") for own in sequences]),
         )
         if exact:
             self.count(f"compared {ask.kind}")
@@ -192,12 +193,6 @@ class World:
         if shapes != expected or any(math.isnan(number) for number in numbers):
             self.problem(f"{name} is malformed: {answers}")
         self.count("looked at only")
-
-
-def said_of(told: Any) -> str:
-    """Where an answer came from, in the server's words."""
-    sequences = told if isinstance(told, list) else [told]
-    return str([sequence.get("meta_info", {}).get("impress") for sequence in sequences])
 
 
 def _difference(expected: list[Answer], answers: list[Answer]) -> str:
