@@ -198,7 +198,7 @@ class Life:
         often |= {"update": 2, "update without flush": 1} if self._lives.with_weights else {}
         often |= {"fail": 6} if self._lives.with_faults else {}
         # Each at least once, then as drawn.
-        first = [event for event in often if event != "reorder"]
+        first = [*often]
         self._chance.shuffle(first)
         while not world.problems:
             passed = time.monotonic() - began

@@ -20,11 +20,7 @@ from tests.serving.tiny_models import random_tokens
 from tests.unit.waiting import wait_until
 
 pytest.importorskip("obstore")
-FLAGS = (
-    "--impress-bits=exact",
-    "--max-total-tokens=9000",
-    "--impress-io-timeout=2",
-)
+FLAGS = ("--impress-bits=exact", "--max-total-tokens=9000", "--impress-io-timeout=2")
 ENOUGH_BYTES = 256 << 10
 
 
