@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -49,19 +48,6 @@ def files() -> FaultyFileSystem:
 @pytest.fixture
 def journal(files: FaultyFileSystem, tmp_path: Path) -> Journal:
     return Journal(files, tmp_path)
-
-
-def test_rows_are_read_back(journal: Journal, tmp_path: Path) -> None:
-    coded = make_info(dataclasses.replace(SHAPE, code_bits=6.0), range(8), segment_id="c")
-    below = segment("b", 300, last_access=7, hits=3, above="a")
-    wanted = [segment("a"), below, StoredSegment(coded, 1)]
-    journal.record(*wanted)
-
-    for found in (journal.segments(), index_in(tmp_path)):
-        assert sorted(found) == ["a", "b", "c"]
-        assert all(same(found[own.segment_id], own) for own in wanted)
-        assert [found[name].info.shape.coded for name in "abc"] == [False, False, True]
-        assert [found[name].above for name in "abc"] == ["", "a", ""]
 
 
 def test_changes(journal: Journal, tmp_path: Path) -> None:
