@@ -18,7 +18,7 @@ from impress_sglang.codes.groups.codec import code_keys, code_values
 from impress_sglang.codes.groups.codec import restore as restore_codes
 from impress_sglang.codes.rows.fit import SINK_TOKENS
 from impress_sglang.cost import RequestLengths
-from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
+from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.serving.load_jobs import JobLoader, JobState
 from impress_sglang.serving.why import Reason
 from impress_sglang.storage.layout import KVShape
@@ -90,14 +90,6 @@ def test_what_is_resident_is_not_read(bench: Workbench) -> None:
     assert kinds_of(desk.plan(texts(3, 2), resident=204)) == "r" * 201
     # Of a prefix that only SGLang's tree has there is nothing to find.
     assert desk.plan(texts(3), resident=100) is None
-
-
-def test_cut_conversations_are_found_shifted(bench: Workbench) -> None:
-    """Their head is computed: the first 16 tokens that remain."""
-    desk = Desk(bench, (0, 1, 2))
-    plan = desk.plan([*texts(0, 1, 2)[300:], 1, 2])
-    assert kinds_of(plan) == 16 * "c" + 287 * "r"
-    assert plan is not None and {run.shift for run in plan.runs} == {-300}
 
 
 def test_too_little_is_not_worth_it(bench: Workbench) -> None:
@@ -344,21 +336,6 @@ def test_a_segment_that_cannot_be_read_is_computed_and_the_rest_reused(
     assert job.state is JobState.LOADED and 0 < job.parts[1] <= len(again.runs[0])
     (run,) = again.runs
     assert not keys[0][run.start : run.stop].isnan().any()
-
-
-def test_where_the_drive_does_not_answer_the_job_fails(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is not the fault of a segment: everything stays where it is."""
-    desk, plan = two_segments(bench)
-
-    def read(source: WholeSource, number: int) -> Any:
-        raise StoreUnavailable(source.segment_ids[0], "a test")
-
-    monkeypatch.setattr(WholeSource, "read", read)
-    job = desk.job(plan)
-    carry_out(job)
-    assert job.state is JobState.FAILED and isinstance(job.error, StoreUnavailable)
 
 
 def test_a_job_that_is_revoked_is_left(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
