@@ -340,9 +340,6 @@ def test_wrong_orders_change_nothing(
     assert said in capsys.readouterr().err and tenants.files() == before
 
 
-Said = pytest.CaptureFixture[str]
-
-
 @pytest.fixture
 def upkept(bench: Workbench) -> Workbench:
     """A directory that a server has left: 13 tokens, 27 behind them, and 8 of another tenant."""

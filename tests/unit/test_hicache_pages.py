@@ -135,16 +135,19 @@ def test_other_identities_have_other_pages(opened: Open, tmp_path: Path) -> None
     assert load(opened(OTHER), 1) == []
 
 
-@pytest.mark.parametrize("at", [3 * 4096 + 5, 20], ids=["page", "header"])
-def test_a_wrong_bit_is_a_miss(opened: Open, tmp_path: Path, at: int) -> None:
+@pytest.mark.parametrize("wrong", ["page", "header", "cut off"])
+def test_what_is_damaged_is_a_miss(opened: Open, tmp_path: Path, wrong: str) -> None:
     """The pack goes, its other pages are whole until then, and what is computed is stored again."""
-    store(opened(), 1, 2, 3)
+    store(pages := opened(), 1, 2, 3)
     (pack,) = packs(tmp_path)
-    flip_bit(pack, at)
-    pages = opened()
-    assert load(pages, 1, 2, 3) == ([2, 3] if at > 4096 else [])
+    if wrong == "cut off":
+        truncate(pack)
+    else:
+        flip_bit(pack, 3 * 4096 + 5 if wrong == "page" else 20)
+        pages = opened()
+    assert load(pages, 1, 2, 3) == ([2, 3] if wrong == "page" else [])
     assert load(pages, 1) == []
-    if at > 4096:
+    if wrong == "page":
         wait_until(lambda: not pack.exists())
     assert store(pages, 1, 2, 3) == [True] * 3
     assert load(opened(), 1, 2, 3) == [1, 2, 3]
@@ -155,14 +158,6 @@ def test_a_bit_that_is_wrong_once_costs_nothing(opened: Open, files: FaultyFileS
     store(pages, 1)
     with files.faults.injected(Rule("flip", "read", count=1)):
         assert load(pages, 1) == [1]
-
-
-def test_a_file_that_ends_early_is_a_miss(opened: Open, tmp_path: Path) -> None:
-    pages = opened()
-    store(pages, 1, 2)
-    truncate(packs(tmp_path)[0])
-    assert load(pages, 1, 2) == []
-    assert store(pages, 1, 2) == [True] * 2
 
 
 @pytest.mark.parametrize("fault", ["torn-kill", "kill"])

@@ -18,6 +18,7 @@ from impress_sglang.store import peers as peers_module
 from impress_sglang.store import places as places_module
 from impress_sglang.store import quota as quota_module
 from impress_sglang.store import store as store_module
+from impress_sglang.store.journal import encode
 from impress_sglang.store.losses import Cause
 from impress_sglang.store.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
@@ -199,7 +200,14 @@ def test_what_it_builds_on_may_be_there_by_another_name(bench: Workbench, two: T
     check_rows(third, prompt(1, 40))
 
 
-@pytest.mark.parametrize("tail", [b"torn", b"0123456789abcdef {}\n", b"\n\n", bytes(100)])
+# The last lines are sound, but say what no server says.
+TAILS = (
+    *(b"torn", b"0123456789abcdef {}\n", b"\n\n", bytes(100)),
+    encode(b"[]") + encode(b'{"gone": 3}'),
+)
+
+
+@pytest.mark.parametrize("tail", TAILS)
 def test_damage_of_a_journal_costs_what_is_damaged(bench: Workbench, two: Two, tail: bytes) -> None:
     first, second = two
     bench.put(first, prompt(1))
@@ -219,22 +227,6 @@ def test_damage_of_a_journal_costs_what_is_damaged(bench: Workbench, two: Two, t
     bench.open()
     until_stored(second, prompt(2))
     assert lengths(second, 1, 2) == [8, 8]
-
-
-def test_a_journal_that_is_made_anew_says_the_same(bench: Workbench, two: Two) -> None:
-    first, second = two
-    bench.put_all(first, 1, 2, 3)
-    until_stored(second, prompt(3))
-    before = {own.segment_id: own for own in second.tree.segments()}
-    first.writes.discard([look_up(first, prompt(2)).spans[0].segment], Cause.EVICTED)
-    first.worker.submit(int).result()
-    first.worker.journal._unsound = True
-    first.worker.submit(first.worker.journal.record, {"want": 0}).result()
-    until_stored(second, prompt(2), 0)
-    assert lengths(second, 1, 2, 3) == [8, 0, 8]
-    after = {own.segment_id: own for own in second.tree.segments()}
-    assert len(after) == 2 and all(before[name] is own for name, own in after.items())
-    assert second._disk.peers.num_bytes == first.tree.file_bytes
 
 
 @pytest.mark.parametrize("alive", [True, False])
@@ -288,7 +280,8 @@ def test_the_quota_is_that_of_the_directory(bench: Workbench) -> None:
         if bench.offer(second, prompt(number)) is StoreOutcome.ACCEPTED:
             second.writes.drain()
             done.append(number)
-        return len(done) == 6
+        # Who has less than a share gets it.
+        return len(done) >= 6 and second.tree.file_bytes >= 3 * bench.one
 
     until(second, stored)
     first.worker.submit(int).result()

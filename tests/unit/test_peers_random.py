@@ -282,25 +282,28 @@ def test_an_order_that_is_heard_again_leaves_what_is_newer(
     assert lengths(second, 1, 3) == [8, 8] and len(second.pins) == 1
 
 
-def test_a_new_journal_that_is_read_in_parts(bench: Workbench, two: Two) -> None:
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_a_journal_that_is_made_anew_says_the_same(
+    bench: Workbench, two: Two, in_parts: bool
+) -> None:
     """What an interrupted look has not seen any more is gone all the same, and nothing is twice."""
     first, second = two
     bench.put_all(first, 1, 2, 3)
     hear(second)
-    assert lengths(second, 1, 2, 3) == [8, 8, 8]
-    first.writes.discard(
-        [first.tree.match(first.namespace(""), as_tokens(prompt(2))).spans[0].segment],
-        Cause.EVICTED,
-    )
+    before = {own.segment_id: own for own in second.tree.segments()}
+    first.writes.discard([look_up(first, prompt(2)).spans[0].segment], Cause.EVICTED)
     write_anew(first)
-    path = folder_of(first) / "journal"
-    lines = path.read_bytes().splitlines(keepends=True)
-    bad = journal_module.encode(json.dumps({"add": {}, "tokens": ""}).encode())
-    path.write_bytes(b"".join([*lines[:2], bad, *lines[2:]]))
-    second._disk.peers.look()
-    assert second._disk.peers.unreadable
+    if in_parts:
+        path = folder_of(first) / "journal"
+        lines = path.read_bytes().splitlines(keepends=True)
+        bad = journal_module.encode(json.dumps({"add": {}, "tokens": ""}).encode())
+        path.write_bytes(b"".join([*lines[:2], bad, *lines[2:]]))
+        second._disk.peers.look()
+        assert second._disk.peers.unreadable
     hear(second)
     assert lengths(second, 1, 2, 3) == [8, 0, 8]
+    after = {own.segment_id: own for own in second.tree.segments()}
+    assert len(after) == 2 and all(before[name] is own for name, own in after.items())
     assert not second.places._unplaced and second._disk.peers.num_bytes == first.tree.file_bytes
 
 
@@ -340,39 +343,6 @@ def test_room_is_found_without_passing_what_others_have_each_time(bench: Workben
 
     until(second, finds_room)
     assert next(iter(second.tree.order)).home is None
-
-
-def test_who_has_less_than_a_share_gets_it(bench: Workbench) -> None:
-    options = {"ssd_gb": gb(8 * bench.one)}
-    first, second = bench.open(**options), bench.open(**options)
-    bench.put_all(first, *range(1, 9))
-    until_stored(second, prompt(8))
-    stored = []
-
-    def has_its_share() -> bool:
-        first.poll()
-        if bench.offer(second, prompt(20 + len(stored))) is StoreOutcome.ACCEPTED:
-            second.writes.drain()
-            stored.append(1)
-        return second.tree.file_bytes >= 3 * bench.one
-
-    until(second, has_its_share)
-
-
-def test_nothing_that_is_read_ends_the_thread(bench: Workbench, two: Two) -> None:
-    first, second = two
-    path = folder_of(first) / "journal"
-    bench.put(first, prompt(1))
-    first.worker.submit(int).result()
-    with path.open("ab") as file:
-        file.write(journal_module.encode(b"[]") + journal_module.encode(b'{"gone": 3}'))
-    end = path.stat().st_size
-    first.worker.submit(setattr, first.worker.journal, "_end", end).result()
-    bench.put(first, prompt(2))
-    for _ in range(4):
-        second._disk.peers.look()
-    hear(second)
-    assert lengths(second, 1, 2) == [8, 8]
 
 
 def test_both_may_store_the_same_at_once(bench: Workbench, two: Two) -> None:
