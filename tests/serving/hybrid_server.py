@@ -1,4 +1,4 @@
-"""A server of Qwen3-Next on a CPU: what SGLang has in Triton alone, as the library has it in torch.
+"""A server of Qwen3-Next on a CPU: what SGLang has in Triton alone, token by token in torch.
 
 Its layers are dense, as experts need kernels that a CPU has not.
 """
@@ -17,7 +17,6 @@ from sglang.srt.layers.attention.linear import gdn_backend
 from sglang.srt.layers.attention.linear.kernels import gdn_triton
 from sglang.srt.models import qwen3_next
 from torch import Tensor
-from transformers.models.qwen3_next import modeling_qwen3_next as library
 
 import bench.core.server  # noqa: F401
 
@@ -37,12 +36,14 @@ def convolve(
 ) -> Tensor:
     """[dimensions, tokens] of several requests, whose states are the last inputs."""
     out = torch.empty_like(x)
+    width = weight.shape[1] - 1
     rows = zip(how["cache_indices"].tolist(), how["has_initial_state"].tolist(), strict=True)
     for span, (slot, known) in zip(_spans(how["query_start_loc"]), rows, strict=True):
-        if not known:
-            conv_states[slot] = 0
-        own = x[None, :, span], conv_states[slot][None], weight, bias, "silu"
-        out[:, span] = library.causal_conv1d_update(*own)[0]
+        before = conv_states[slot] if known else torch.zeros_like(conv_states[slot])
+        whole = torch.cat([before, x[:, span]], 1)
+        own = F.conv1d(whole[None], weight[:, None], bias, groups=len(weight))[0]
+        out[:, span] = F.silu(own)
+        conv_states[slot] = whole[:, -width:]
     return out
 
 
@@ -51,10 +52,10 @@ def convolve_next(
 ) -> Tensor:
     """[requests, dimensions]: one token of each."""
     slots = how["conv_state_indices"].long()
-    own = states[slots]
-    out: Tensor = library.causal_conv1d_update(x[..., None], own, weight, bias, "silu")
-    states[slots] = own
-    return out[..., 0]
+    whole = torch.cat([states[slots], x[..., None]], 2)
+    states[slots] = whole[..., 1:].to(states.dtype)
+    out = (whole * weight).sum(-1)
+    return F.silu(out if bias is None else out + bias)
 
 
 def gates(a_log: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,15 +64,14 @@ def gates(a_log: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> tuple[Tensor, Te
     return decay[None], b.float().sigmoid()[None]
 
 
-def _attend(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, share: Tensor) -> Tensor:
-    """[1, tokens, heads, dimensions] of one request; changes `state`, [heads, values, keys]."""
-    q, k = (own.repeat_interleave(v.shape[2] // own.shape[2], 2) for own in (q, k))
-    begin = {"initial_state": state.mT[None], "output_final_state": True}
-    out, end = library.torch_chunk_gated_delta_rule(
-        q, k, v, g=decay, beta=share, use_qk_l2norm_in_kernel=True, **begin
-    )
-    state.copy_(end[0].mT)
-    return out
+def _step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, share: Tensor) -> Tensor:
+    """One token: changes `state`, [heads, values, keys], and returns [heads, values]."""
+    ratio = len(v) // len(k)
+    q, k = (F.normalize(own.float(), dim=-1).repeat_interleave(ratio, 0) for own in (q, k))
+    state *= decay.exp()[:, None, None]
+    new = (v - torch.einsum("hvk,hk->hv", state, k)) * share[:, None]
+    state += new[..., None] * k[:, None]
+    return torch.einsum("hvk,hk->hv", state, q * q.shape[-1] ** -0.5)
 
 
 def extend(*, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **how: Any) -> Any:
@@ -79,10 +79,11 @@ def extend(*, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **how: A
     out, states, kept = torch.empty_like(v), how["initial_state"], []
     slots = how["initial_state_indices"].tolist()
     for span, slot in zip(_spans(how["cu_seqlens"]), slots, strict=True):
-        for first in range(span.start, span.stop, CHUNK):
-            part = slice(first, min(first + CHUNK, span.stop))
-            kept.append(states[slot].clone())
-            out[:, part] = _attend(states[slot], *(own[:, part] for own in (q, k, v, g, beta)))
+        for token in range(span.start, span.stop):
+            if (token - span.start) % CHUNK == 0:
+                kept.append(states[slot].clone())
+            rows = (own[0, token] for own in (q, k, v, g, beta))
+            out[0, token] = _step(states[slot], *rows)
     return out, None, torch.stack(kept)[None]
 
 
@@ -93,9 +94,8 @@ def decode(*, mixed_qkv: Tensor, a: Tensor, b: Tensor, out: Tensor, **how: Any) 
     size = (mixed_qkv.shape[1] - heads * dim) // 2
     for row, slot in enumerate(how["ssm_state_indices"].tolist()):
         q, k, v = mixed_qkv[row].split([size, size, heads * dim])
-        own = q.view(1, 1, -1, width), k.view(1, 1, -1, width), v.view(1, 1, heads, dim)
-        rest = decays[:, row : row + 1], shares[:, row : row + 1]
-        out[row, 0] = _attend(how["initial_state"][slot], *own, *rest)[0, 0]
+        both = q.view(-1, width), k.view(-1, width), v.view(heads, dim)
+        out[row, 0] = _step(how["initial_state"][slot], *both, decays[0, row], shares[0, row])
 
 
 def keep(
@@ -131,6 +131,17 @@ class Dense(qwen3_next.Qwen2MoeMLP):  # type: ignore[misc]
         return super().forward(x)
 
 
+class Norm(torch.nn.Module):
+    """The norm of a layer's output, with a gate."""
+
+    def __init__(self, size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps) * F.silu(gate)
+
+
 mamba_hook._platform_supports_mamba_cache_extra_buffer = lambda: True
 hybrid_linear_attn_backend.track_mamba_states_if_needed = keep
 gdn_backend.causal_conv1d_fn = convolve
@@ -140,8 +151,7 @@ gdn_triton.chunk_gated_delta_rule = extend
 gdn_triton.fused_recurrent_gated_delta_rule_packed_decode = decode
 qwen3_next.Qwen2MoeSparseMoeBlock = Dense
 qwen3_next.fused_qkvzba_split_reshape_cat = split
-qwen3_next.RMSNormGated = library.Qwen3NextRMSNormGated
-qwen3_next.FusedRMSNormGated = library.Qwen3NextRMSNormGated
+qwen3_next.RMSNormGated = qwen3_next.FusedRMSNormGated = Norm
 # A build for GPUs takes the first of them for the place of norms.
 torch.get_device_module = lambda *_: torch.cpu
 MambaAttnBackendBase = hybrid_linear_attn_backend.MambaAttnBackendBase
