@@ -1,15 +1,7 @@
-"""Where a prefix's KVs come from: one contract for every source, what reading costs, and damage.
-
-Files are read with O_DIRECT where the file system has it, and through the page cache as well. Of
-damaged, short and missing segments there are never wrong rows, and nothing in a cache. What is
-cached, what is found there and what moves; and the counters.
-"""
+"""Where a prefix's KVs come from: what reading costs, what is noted, and flipped bytes."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -21,16 +13,10 @@ from hypothesis import strategies as st
 
 from impress_sglang.cost import ReadCost
 from impress_sglang.errors import SegmentUnreadable
-from impress_sglang.paper.source import PartSource
-from impress_sglang.storage.files import FileSystem
-from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
-from impress_sglang.transfer.buffers import BufferPool
 from tests.unit import kv_factory as kv
 from tests.unit import source_factory as sources
 from tests.unit.kv_factory import head_groups_of
-from tests.unit.reading import read_rows
-from tests.unit.step_engine import reading
 
 
 @given(data=st.data())
@@ -80,12 +66,6 @@ def test_each_segment_notes_its_own_tokens(shape: str, reader: BlockReader, tmp_
     several.close()
 
 
-@pytest.fixture(scope="module", params=["auto", "threads"])
-def any_reader(request: pytest.FixtureRequest) -> Iterator[BlockReader]:
-    with reading(3, request.param) as reader:
-        yield reader
-
-
 @pytest.mark.usefixtures("no_gaps")
 @pytest.mark.parametrize(
     ("shape", "reordered"),
@@ -133,52 +113,3 @@ def test_a_flipped_byte_hurts_the_rows_of_its_block_alone(
     assert found > 100
     sources.check_everything(case)
     case.close()
-
-
-def open_and_read_everything(path: Path, shape: KVShape, reader: BlockReader, direct: bool) -> None:
-    cache = kv.make_cache(shape)
-    span = kv.open_span(path, cache, direct=direct)
-    with contextlib.closing(span[0]):
-        histories = [sources.history_of(span)]
-        source = PartSource([span], histories, reader, BufferPool(1 << 20), cache, whole=True)
-        with contextlib.closing(source):
-            for layer in range(shape.num_layers):
-                if shape.probe_kv_heads:
-                    source.read_probe(layer)
-                read_rows(source, layer, None)
-
-
-def cut(size: Callable[[int], int]) -> Callable[[Path], None]:
-    return lambda path: os.truncate(path, size(path.stat().st_size))
-
-
-DAMAGE: dict[str, Callable[[Path], None]] = {
-    "one byte short": cut(lambda size: size - 1),
-    "one block short": cut(lambda size: size - 4096),
-    "half": cut(lambda size: size // 2),
-    "header only": cut(lambda size: 4096),
-    "part of a header": cut(lambda size: 100),
-    "empty": cut(lambda size: 0),
-    "removed": Path.unlink,
-    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)) and None,
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize("name", ["full-stride-bfloat16", "no-probe-full-stride"])
-def test_a_short_or_missing_file_is_unreadable(
-    tmp_path: Path, any_reader: BlockReader, damage: str, direct: bool, name: str
-) -> None:
-    if direct and not FileSystem().supports_direct_io(tmp_path):
-        pytest.skip("this file system has no O_DIRECT")
-    shape = sources.SHAPES[name]
-    info = kv.make_info(shape, range(32), segment_id="c0ffee")
-    path = kv.write_kvs(tmp_path, info, *kv.random_kvs(shape, 32, seed=1))
-    open_and_read_everything(path, shape, any_reader, direct)
-
-    DAMAGE[damage](path)
-
-    with pytest.raises(SegmentUnreadable) as caught:
-        open_and_read_everything(path, shape, any_reader, direct)
-    assert caught.value.segment_id == "c0ffee"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -22,11 +23,21 @@ from tests.unit.test_store_faults import read, shared_prefix, until_well
 
 faults, store = failing_store.faults, failing_store.store
 
+
+def cut(path: Path, size: int) -> None:
+    """To so many bytes, or by so many."""
+    os.truncate(path, size if size >= 0 else path.stat().st_size + size)
+
+
 LOOKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "good": (lambda path: None, "segments_cleared"),
     "a damaged block": (damage.flip_data_bit, "segments_quarantined"),
     "a damaged header": (damage.flip_header_bit, "segments_quarantined"),
-    "cut off": (lambda path: os.truncate(path, path.stat().st_size - 1), "segments_quarantined"),
+    **{
+        f"cut to {size}": (functools.partial(cut, size=size), "segments_quarantined")
+        for size in (-1, -4096, 4096, 100, 0)
+    },
+    "zeros": (lambda path: path.write_bytes(bytes(path.stat().st_size)), "segments_quarantined"),
     "gone": (Path.unlink, "segments_gone"),
 }
 
@@ -38,14 +49,20 @@ def test_a_second_look_decides_about_what_could_not_be_read(bench: Workbench, ki
     used = store.summary()["used_bytes"]
     path = stores.path_of(bench, look_up(store, prompt(2, 8), "salt"))
     harm(path)
+    found = SegmentUnreadable(path.stem, "a test")
+    if kind != "good":
+        with pytest.raises(SegmentUnreadable) as caught:
+            check_rows(store, prompt(2, 8), namespace="salt")
+        found = caught.value
+        assert found.segment_id == path.stem
 
-    store.report(SegmentUnreadable(path.stem, "a test"))
+    store.report(found)
 
     assert store.summary()["segments_suspect"] == 1
     assert length(store, prompt(2, 8), namespace="salt") == 0, "not before it is found good"
     stores.look_again(store)
-    found = {name: getattr(store.stats, name) for _, name in LOOKS.values()}
-    assert found == {name: int(name == counter) for name in found}
+    counts = {name: getattr(store.stats, name) for _, name in LOOKS.values()}
+    assert counts == {name: int(name == counter) for name in counts}
     assert store.stats.segments_unreadable == 1
     quarantined = [own.name for own in bench.root.glob("*/quarantine/*")]
     assert quarantined == ([path.name] if counter == "segments_quarantined" else [])
