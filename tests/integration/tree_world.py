@@ -34,6 +34,7 @@ from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.report_transport import Report, _carried
 from impress_sglang.plugin.served_cache import ServedCache
 from impress_sglang.plugin.tree_cache import ImpressTreeCache
+from impress_sglang.serving import sights
 from impress_sglang.serving.ranks import ALONE, Ranks
 from impress_sglang.serving.service import Service
 from impress_sglang.storage.layout import KVShape
@@ -154,6 +155,9 @@ class TreeWorld:
         shape = self.shape_with(layers)
         rest = torch.device("cpu"), tiny_model.HIDDEN, plain_codec(shape)
         self.service: Any = self.service_class(self.config, shape, IDENTITY, *rest)
+        # Which windows of a text stand for it depends on this key.
+        self.service.counts = sights.new_memory()
+        self.service.counts[: sights._SEED] = 1
         self.cache: Any = self.cache_class(
             params, self.service, self.model, layers, None, self.read_identity, ranks
         )
