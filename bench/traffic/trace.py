@@ -14,15 +14,16 @@ blocks, and their text is WikiText's (`traffic/sessions.py`). The device pool ha
 
 Columns: TTFT in ms over all requests; prompt and answer tokens per second; gaps in ms between
 pieces of answers, so what the loads and prefills of others cost; the share of prompt tokens that
-was cached; MB read from files and written to them in all; median and mean TTFT as
-multiples of the first system's, with 95% intervals (paired bootstrap over requests). --mbps slows
-reads of the store or of HiCache's files down to a drive's.
+was cached, in JSON by where it was; MB read from files and written to them in all; median and mean
+TTFT as multiples of the first system's, with 95% intervals (paired bootstrap over requests). --mbps
+slows reads of the store or of HiCache's files down to a drive's.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -60,7 +61,7 @@ class Asked(NamedTuple):
     began: float
     came: Sequence[Piece]
     prompt_tokens: int
-    cached_tokens: int
+    cached: Counter[str]
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -108,7 +109,10 @@ def play(server: Server, session: Sequence[Turn], scale: Scale) -> list[Asked]:
         time.sleep(ask.pause_seconds if found else 0.0)
         began = time.perf_counter()
         came = list(server.stream(ask.tokens, ask.answer_tokens))
-        found.append(Asked(began, came, len(ask.tokens), came[-1].meta["cached_tokens"]))
+        meta = came[-1].meta
+        details = meta.get("cached_tokens_details") or {"device": meta["cached_tokens"]}
+        cached = Counter({name: own for name, own in details.items() if isinstance(own, int)})
+        found.append(Asked(began, came, len(ask.tokens), cached))
     return found
 
 
@@ -117,6 +121,7 @@ def describe(asked: Sequence[Asked], seconds: float) -> Row:
     first = [(own.came[0].at - own.began) * 1e3 for own in asked]
     gaps = [gap * 1e3 for own in asked for gap in gaps_of(own.came)] or [0.0]
     prompts = sum(own.prompt_tokens for own in asked)
+    cached = sum((own.cached for own in asked), Counter[str]())
     tokens = prompts + sum(own.came[-1].tokens for own in asked)
     ttft = {
         f"ttft_p{percent}": round(float(np.percentile(first, percent)), 1)
@@ -126,7 +131,8 @@ def describe(asked: Sequence[Asked], seconds: float) -> Row:
         "tokens_per_s": round(tokens / seconds, 1),
         "gap_p99": round(float(np.percentile(gaps, 99)), 1),
         "gap_max": round(max(gaps), 1),
-        "cached": ratio(sum(own.cached_tokens for own in asked), prompts),
+        "cached": ratio(cached.total(), prompts),
+        "cached_tokens": dict(cached),
         "seconds": round(seconds, 1),
         "ttfts": [round(own, 2) for own in first],
     }
