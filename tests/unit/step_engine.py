@@ -30,8 +30,6 @@ class StepEngine:
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self.started: list[tuple[int, int, int]] = []
-        self.most_in_flight = 0
-        self.closed = False
         self._waiting: dict[int, tuple[int, int, int, int]] = {}
         self._numbers = iter(range(1 << 62))
         self._allowed = 0
@@ -55,7 +53,6 @@ class StepEngine:
                 numbers.append(next(self._numbers))
                 self._waiting[numbers[-1]] = read
                 self.started.append((read[0], read[1], read[3]))
-            self.most_in_flight = max(self.most_in_flight, len(self._waiting))
             assert len(self._waiting) <= self.depth
             self._changed.notify_all()
         return np.array(numbers, np.int64)
@@ -81,7 +78,6 @@ class StepEngine:
 
     def close(self) -> None:
         assert not self._waiting
-        self.closed = True
 
     def allow(self, count: int = 1 << 60) -> None:
         with self._changed:

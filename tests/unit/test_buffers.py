@@ -11,16 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
+from impress_sglang.errors import StoreUnavailable
 from impress_sglang.loops.types import Indices
-from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.reader import BlockReader
-from impress_sglang.storage.segment import OpenSegment
 from impress_sglang.transfer.buffers import BufferPool, LayerBuffer, PooledMemory, Tenant
 from tests.faults import FaultyFileSystem, Rule
-from tests.unit.kv_factory import flip_byte, make_info, make_shape, random_kvs, write_kvs
 from tests.unit.source_factory import BLOCK
-from tests.unit.step_engine import Step, StepEngine, reading, stepping
+from tests.unit.step_engine import Step, stepping
+from tests.unit.test_reader import Stored as StoredFile
 from tests.unit.waiting import wait_until
 
 MIB = 1 << 20
@@ -41,18 +39,11 @@ def is_quiet(buffer: LayerBuffer) -> bool:
     return all(read.done for read in buffer.reads)
 
 
-class Stored:
-    """The second layer of a segment, in areas of a pool."""
+class Stored(StoredFile):
+    """In areas of a pool."""
 
     def __init__(self, directory: Path) -> None:
-        shape = make_shape(layers=2, query_heads=2, key_dim=64, value_dim=64)
-        info = make_info(shape, range(120))
-        self.path = write_kvs(directory, info, *random_kvs(shape, 120, seed=1))
-        self.segment = OpenSegment(self.path, FileSystem(), direct=False)
-        layout = self.segment.layout
-        self.offset = layout.layer_offset(1)
-        self.content = self.path.read_bytes()[self.offset :][: layout.layer_bytes(0)]
-        self.blocks = layout.layer_bytes(0) // BLOCK
+        super().__init__(directory)
         self.pool = BufferPool(32 * MIB)
 
     def buffer(self) -> LayerBuffer:
@@ -61,42 +52,18 @@ class Stored:
         buffer.memory.view[:] = b"\xee" * len(buffer.memory)
         return buffer
 
-    def check(self, buffer: LayerBuffer, *blocks: int) -> None:
+    def check_in(self, buffer: LayerBuffer, *blocks: int) -> None:
         """These blocks stand where they stand in the layer."""
         for block in blocks:
             place = slice(block * BLOCK, (block + 1) * BLOCK)
             assert buffer.memory.view[place] == self.content[place], block
 
-    def started(self, engine: StepEngine) -> list[int]:
-        """Blocks of the layer in the order in which they were read."""
-        return [(offset - self.offset) // BLOCK for _, offset, _ in engine.started]
-
 
 @pytest.fixture
 def stored(tmp_path: Path, single_blocks: None) -> Iterator[Stored]:
     stored = Stored(tmp_path)
-    assert stored.blocks >= 30
     yield stored
-    stored.segment.close()
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_damage_is_told_to_who_wants_it(stored: Stored, ahead: bool) -> None:
-    """Nothing that is wanted is in flight any more when it is told."""
-    flip_byte(stored.path, stored.offset + 5 * BLOCK + 77)
-    with reading() as reader:
-        buffer, wanted = stored.buffer(), these(4, 5, 6, 20, 21)
-        if ahead:
-            buffer.read_ahead(these(4, 5, 6), reader)
-            wait_until(lambda: is_quiet(buffer))
-        buffer.read(wanted, 0, reader)
-        with pytest.raises(SegmentUnreadable, match=f"block at {stored.offset + 5 * BLOCK} "):
-            buffer.wait(wanted)
-
-        assert all(read.done for read in buffer.reads)
-        buffer.read(these(8), 0, reader)
-        buffer.wait(these(8))
-        buffer.close(reader)
+    stored.close()
 
 
 def test_what_could_not_be_read_ahead_is_read_when_it_is_wanted(stored: Stored) -> None:
@@ -111,7 +78,7 @@ def test_what_could_not_be_read_ahead_is_read_when_it_is_wanted(stored: Stored) 
     buffer.read(wanted, 0, reader)
     buffer.wait(wanted)
 
-    stored.check(buffer, 4, 5, 6, 20)
+    stored.check_in(buffer, 4, 5, 6, 20)
     buffer.close(reader)
     reader.close()
 
@@ -133,41 +100,7 @@ def test_memory_is_not_given_again_while_it_is_filled(stored: Stored, step: Step
     wait_until(lambda: is_quiet(buffer))
 
     assert take(stored.pool, size) is memory
-    stored.check(buffer, 1, 2)
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_any_order_of_reads(stored: Stored, seed: int) -> None:
-    """Wanted blocks are there, no block is read twice, and every byte is counted once."""
-    random = np.random.default_rng(seed)
-    gap = int(random.choice([0, 0, 2 * BLOCK]))
-    with stepping(4) as (reader, engine):
-        buffer, counted, wanted_ever = stored.buffer(), 0, np.zeros(stored.blocks, np.bool_)
-        for _ in range(8):
-            blocks = random.random(stored.blocks) < random.choice([0.1, 0.5])
-            if random.random() < 0.6:
-                buffer.read_ahead(np.flatnonzero(blocks), reader)
-                engine.allow(int(random.integers(0, 6)))
-            else:
-                # A layer wants a block once.
-                blocks &= ~wanted_ever
-                wanted_ever |= blocks
-                counted += buffer.read(np.flatnonzero(blocks), gap, reader)
-                engine.allow()
-                buffer.wait(np.flatnonzero(blocks))
-                stored.check(buffer, *np.flatnonzero(blocks).tolist())
-                engine.stop()
-        engine.allow()
-        buffer.close(reader)
-        wait_until(lambda: is_quiet(buffer))
-        stored.check(buffer, *np.flatnonzero(wanted_ever).tolist())
-        assert counted + buffer.ahead_bytes == engine.started_bytes
-        assert 0 <= buffer.ahead_used_bytes <= buffer.ahead_bytes
-        if not gap:
-            started = stored.started(engine)
-            assert len(set(started)) == len(started)
-            in_vain = set(started) - set(np.flatnonzero(wanted_ever).tolist())
-            assert buffer.ahead_bytes - buffer.ahead_used_bytes == len(in_vain) * BLOCK
+    stored.check_in(buffer, 1, 2)
 
 
 class Renter:

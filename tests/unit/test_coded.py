@@ -11,7 +11,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer import buffers
 from impress_sglang.transfer.ahead import ReadAhead
@@ -19,7 +18,7 @@ from impress_sglang.transfer.codecs import plain_codec
 from impress_sglang.transfer.filling import FillStats, SlotFiller
 from impress_sglang.transfer.sources import OpenSpan
 from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart
-from tests.unit.kv_factory import flip_byte, make_shape
+from tests.unit.kv_factory import make_shape
 from tests.unit.waiting import wait_until
 
 CPU = torch.device("cpu")
@@ -84,14 +83,6 @@ def test_caches_give_what_the_drive_gave(device_pages: int, host_pages: int, cod
         assert stats.ssd_bytes == stats.ssd_needed_bytes == stats.ssd_chunks == 0
     assert bool(stats.device_chunks) == bool(device_pages)
     assert bool(stats.host_chunks) == bool(host_pages)
-
-
-def test_a_damaged_block_is_found(coded: Coded) -> None:
-    case = coded(PREFIXES["one"])
-    flip_byte(case.paths[0], case.spans[0][0].layout.place(1, codes=True)[0] + 5)
-    case.load(0)
-    with pytest.raises(PrefixUnreadable, match="checksum"):
-        case.load(1)
 
 
 def test_requests_that_take_each_others_buffers_get_the_same_bits(coded: Coded) -> None:
