@@ -152,6 +152,7 @@ def test_a_lost_directory_and_a_restart(world: World, bucket: Faults) -> None:
     first = world.open("a")
     world.put("a", first, prompt(1, 13), prompt(1, 40))
     until(first, lambda: len(bucket.segments) == 2)
+    written = sorted(own.written for own in first.tree.segments())
     world.benches["a"].close(first)
     shutil.rmtree(world.benches["a"].root)
     again = world.open("a")
@@ -163,6 +164,9 @@ def test_a_lost_directory_and_a_restart(world: World, bucket: Faults) -> None:
     # With segments of its own a server starts without the bucket; a new directory has no key.
     alone = world.open("a")
     check_rows(alone, prompt(1, 40))
+    kept = list(alone.tree.segments())
+    assert not any(own.home for own in kept), "and they are as old as they were"
+    assert sorted(own.written for own in kept) == pytest.approx(written, abs=1e-3)
     world.put("a", alone, prompt(5))
     with pytest.raises(ConfigError, match="s3://bucket/prefix cannot be used"):
         world.open("b")
@@ -391,18 +395,6 @@ def test_a_header_not_read_now(world: World, bucket: Faults, monkeypatch: Any) -
     until(second, lambda: bucket.counts.get("get_range"))
     bucket.fails = lambda what, name: False
     until_found(second, prompt(1))
-
-
-def test_what_is_kept_is_as_old_as_it_was(world: World, bucket: Faults) -> None:
-    first, second = world.open("a"), world.open("b")
-    world.put("a", first, prompt(1))
-    (own,) = first.tree.segments()
-    until_found(second, prompt(1))
-    use(second, prompt(1))
-    until_kept(second, 1)
-    world.benches["b"].close(second)
-    (kept,) = world.open("b").tree.segments()
-    assert abs(kept.written - own.written) < 1e-3 and not kept.home
 
 
 def test_who_may_only_read_follows(world: World, bucket: Faults) -> None:

@@ -323,7 +323,7 @@ def test_servers_share_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     shutil.rmtree(first.path)
     again = take_free(files, tmp_path, IDENTITY)
     assert again.path == first.path and again.namespace("a") == second.namespace("a")
-    with pytest.raises(StoreInUseError):
+    with pytest.raises(StoreInUseError, match="used by another"):
         StoreDirectory(files, tmp_path, IDENTITY)
     other = tmp_path / ("e" * 32)
     other.mkdir()

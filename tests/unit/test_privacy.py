@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit import store_factory
-from tests.unit.kv_factory import flip_byte
 from tests.unit.store_factory import (
     Workbench,
     check_rows,
-    index_of,
     length,
     look_up,
     lose,
@@ -87,19 +85,3 @@ def test_salts_are_nowhere_on_the_disk(bench: Workbench) -> None:
     assert name in everything[path_of(bench, look_up(store, prompt(1), SALT))], "guards this test"
     key = store._disk.directory.key.hex().encode()
     assert [path.name for path, content in everything.items() if key in content] == ["store.json"]
-
-
-def test_the_key_of_a_store_outlives_its_index_and_its_segments(bench: Workbench) -> None:
-    store = bench.open()
-    bench.put(store, prompt(1), namespace=SALT)
-    path = path_of(bench, look_up(store, prompt(1), SALT))
-    bench.close(store)
-    flip_byte(path, 50)
-    next(bench.root.glob("*/journal")).unlink()
-
-    store = bench.open()
-
-    assert length(store, prompt(1), namespace=SALT) == 0
-    bench.put(store, prompt(1), namespace=SALT)
-    check_rows(bench.reopen(store), prompt(1), namespace=SALT)
-    assert len(index_of(bench)) == 1
