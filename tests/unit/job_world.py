@@ -71,10 +71,6 @@ class Tree:
         for stop in range(1, len(hold.path) + 1):
             self.nodes[hold.path[:stop]].locks -= 1
 
-    def unlocked(self, path: Path) -> int:
-        """How many tokens of a path nobody has locked."""
-        return sum(not self.nodes[path[:stop]].locks for stop in range(1, len(path) + 1))
-
     @property
     def evictable(self) -> int:
         return sum(not node.locks for node in self.nodes.values())
@@ -220,7 +216,8 @@ class Pool:
         if path in counted:
             return total - len(path)
         counted.add(path)
-        return total - len(path) + self.tree.unlocked(path)
+        unlocked = (not self.tree.nodes[path[:stop]].locks for stop in range(1, len(path) + 1))
+        return total - len(path) + sum(unlocked)
 
     def is_idle(self) -> bool:
         return self.idle

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,23 +143,16 @@ def restored(store: PrefixStore, job: LoadJob) -> list[Tensor]:
     return pools.rows(slots)
 
 
-class Closable(Protocol):
-    """Ends when its test does."""
-
-    def close(self) -> None: ...
+Make = Callable[..., Desk]
 
 
-_T = TypeVar("_T", bound=Closable)
-
-
-def made_in(folder: Path, kind: Callable[..., _T]) -> Iterator[Callable[..., _T]]:
+def desks_in(folder: Path, **usual: Any) -> Iterator[Make]:
     """What makes them, each in a folder of its own; the body of a fixture, which closes them."""
-    count = 0
+    numbers = itertools.count()
     with ExitStack() as stack:
 
-        def make(**options: Any) -> _T:
-            nonlocal count
-            count += 1
-            return stack.enter_context(closing(kind(folder / f"kv{count - 1}", **options)))
+        def make(**options: Any) -> Desk:
+            own = Desk(folder / f"kv{next(numbers)}", **(usual | options))
+            return stack.enter_context(closing(own))
 
         yield make

@@ -72,13 +72,13 @@ class Reduction:
         self._pool.shutdown()
 
 
+@dataclasses.dataclass(eq=False)
 class Save:
     """Slots of a path that are locked until no rank writes them."""
 
-    def __init__(self, path: Path, hold: Hold, steps: int) -> None:
-        self.path = path
-        self.hold = hold
-        self.steps = steps
+    path: Path
+    hold: Hold
+    steps: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -22,14 +22,6 @@ SPARE = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerRows:
-    """Keys [k, heads, Dk] of the heads that the probe column does not have, values [k, G, Dv]."""
-
-    keys: Tensor | None
-    values: Tensor | None
-
-
-@dataclasses.dataclass(frozen=True)
 class LoadedLayer:
     """Keys [k, G, Dk], values [k, G, Dv], and the selected tokens [head groups, u]."""
 
@@ -45,15 +37,18 @@ def read_rows(
     *,
     keys: bool = True,
     values: bool = True,
-) -> LayerRows:
-    """What a source gives for some tokens [head groups, k], None for all."""
+) -> tuple[Tensor | None, Tensor | None]:
+    """What a source gives for some tokens [head groups, k], None for all.
+
+    Keys [k, heads, Dk] of the heads that the probe column does not have, values [k, G, Dv].
+    """
     wanted = None if tokens is None else tokens.numpy()
     found_keys, found_values = source.read(layer, wanted, keys=keys, values=values)
     if keys and found_keys is None:
         # All heads are probe heads.
         k = source.num_tokens if tokens is None else tokens.shape[1]
         found_keys = torch.empty(k, 0, source._shape.key_dim, dtype=source._shape.dtype)
-    return LayerRows(found_keys, found_values)
+    return found_keys, found_values
 
 
 def wait_for_reads(source: StoredSource) -> None:

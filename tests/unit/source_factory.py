@@ -160,8 +160,8 @@ class Case:
             found["probe"] = self.source.read_probe(layer)
         keys, values = "keys" in kinds, "values" in kinds
         if keys or values:
-            rows = vars(read_rows(self.source, layer, tokens, keys=keys, values=values))
-            found |= {kind: own for kind, own in rows.items() if own is not None}
+            rows = read_rows(self.source, layer, tokens, keys=keys, values=values)
+            found |= {kind: own for kind, own in zip(KVS, rows, strict=True) if own is not None}
         return found
 
     def _there(self, kinds: Collection[str]) -> set[str]:

@@ -265,8 +265,7 @@ def open_source(store: PartStore, match: StoredMatch) -> PartSource:
 
 def rows(shape: KVShape, source: PartSource, layer: int) -> tuple[Tensor, Tensor]:
     """Keys and values of all heads; probe heads come first in these shapes."""
-    found = read_rows(source, layer, None)
-    keys, values = found.keys, found.values
+    keys, values = read_rows(source, layer, None)
     assert keys is not None and values is not None
     if not shape.probe_kv_heads:
         return keys, values

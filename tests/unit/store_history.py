@@ -344,7 +344,7 @@ class StoreHistory(RuleBasedStateMachine):
             own_keys = keys[:, kv.heads_of(shape, kv.KEYS)]
         found = read_rows(source, layer, selected)
 
-        for rows, whole in ((found.keys, own_keys), (found.values, values)):
+        for rows, whole in zip(found, (own_keys, values), strict=True):
             assert rows is not None
             if selected is None:
                 assert torch.equal(rows, whole)

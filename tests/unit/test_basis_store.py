@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +28,7 @@ from impress_sglang.transfer.basis_codec import WORST_FIT, BasisCodec, RowRestor
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
 from tests.unit.basis_factory import codec_for, decode_layer
-from tests.unit.load_desk import Desk, made_in
+from tests.unit.load_desk import Desk, Make, desks_in
 from tests.unit.store_factory import look_up, prompt
 
 PLAIN = kv.make_shape(
@@ -47,13 +46,9 @@ SECOND = (*FIRST, *prompt(2, 80))
 LONG = prompt(3, 1700)
 
 
-Make = Callable[..., Desk]
-
-
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    kind = functools.partial(Desk, shape=SHAPE, codec=CODEC, num_slots=NUM_SLOTS)
-    yield from made_in(tmp_path, kind)
+    yield from desks_in(tmp_path, shape=SHAPE, codec=CODEC, num_slots=NUM_SLOTS)
 
 
 def load(desk: Desk, tokens: Sequence[int], own: KVClass = FEW, start: int = 0) -> LoadJob:

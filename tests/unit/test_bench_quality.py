@@ -28,7 +28,7 @@ from bench.quality.accuracy import (
 from bench.quality.blend import divergence, score
 from bench.quality.precision import Reader, Rule
 from bench.quality.tasks import Item, Task, make_task
-from impress_sglang.cli.calibrate import KVs, Prompts, calibrated
+from impress_sglang.cli.calibrate import Prompts, calibrated
 from impress_sglang.codes.rows.basis import Basis
 from tests.serving.tiny_models import make_model, random_tokens
 
@@ -187,15 +187,11 @@ def fitted_to(folder: Path) -> Basis:
         return calibrated(Prompts(model), texts)[0][0]
 
 
-def read(reader: Reader, rule: str) -> tuple[KVs, Tensor]:
-    """What a rule makes of the prefix, and what is read behind it."""
+def distance(reader: Reader, rule: str) -> float:
     with torch.no_grad():
         kvs = reader.rounded(Rule.parse(rule), *reader.prefix(PREFIX))
-        return kvs, reader.follow(kvs, TEXT)
-
-
-def distance(reader: Reader, rule: str) -> float:
-    exact, found = exactly(reader), read(reader, rule)[1]
+        found = reader.follow(kvs, TEXT)
+    exact = exactly(reader)
     return float((exact.exp() * (exact - found)).sum(-1).mean())
 
 

@@ -359,17 +359,13 @@ def test_it_begins_where_its_prefix_ends(bench: Workbench, start: int) -> None:
     """What became resident since it was planned is not read; what is gone is read or computed."""
     desk = Desk(bench, (0, 1, 2))
     plan = desk.planned(texts(0, 2, 1), 203)
-    planned_at = 203
-    assert plan.start == planned_at
+    assert plan.start == 203
     kinds, stop = plan.kinds, plan.stop
-    job = plan
-    job.begin_at(start)
-    assert len(job.kinds) == len(job) == stop - start
-    whole = np.concatenate([np.full(203, 255, np.uint8), kinds])[start:]
-    if start < planned_at:
-        # 200 tokens are stored as its prefix; the match was not used for three more.
-        whole[: planned_at - start] = Kind.COMPUTED
-    assert (job.kinds == whole).all()
-    assert all(start <= run.start < run.stop <= stop for run in job.runs)
-    covered = sum(map(len, job.runs))
-    assert covered == np.count_nonzero(job.kinds != Kind.COMPUTED)
+    plan.begin_at(start)
+    assert len(plan.kinds) == len(plan) == stop - start
+    # 200 tokens are stored as its prefix; the match was not used for three more.
+    before = np.full(203, Kind.COMPUTED, np.uint8)
+    assert (plan.kinds == np.concatenate([before, kinds])[start:]).all()
+    assert all(start <= run.start < run.stop <= stop for run in plan.runs)
+    covered = sum(map(len, plan.runs))
+    assert covered == np.count_nonzero(plan.kinds != Kind.COMPUTED)

@@ -260,21 +260,13 @@ def test_enable_for_engine_sets_the_variable_that_children_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Set through monkeypatch first, so that it is removed again after the test.
-    monkeypatch.setenv(CONFIG_VARIABLE, "")
+    monkeypatch.setenv(CONFIG_VARIABLE, "{}")
+    with pytest.raises(ConfigError):
+        enable_for_engine(retention=7.0)
+    assert os.environ[CONFIG_VARIABLE] == "{}", "a wrong value leaves it alone"
 
     config = enable_for_engine(ssd_dir="/nvme/kv", bits=5.0)
 
     assert config.bits == 5.0
     assert json.loads(os.environ[CONFIG_VARIABLE])["ssd_dir"] == "/nvme/kv"
     assert ImpressConfig.from_environment() == config
-
-
-def test_enable_for_engine_leaves_the_variable_alone_when_a_value_is_wrong(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv(CONFIG_VARIABLE, "{}")
-
-    with pytest.raises(ConfigError):
-        enable_for_engine(retention=7.0)
-
-    assert os.environ[CONFIG_VARIABLE] == "{}"

@@ -18,24 +18,20 @@ from demo import model as demo
 from demo.report import DEVICE, QUESTIONS, WAYS, DemoFailed, Reply, Row, Way
 
 
-def meta_info(served_by: str, **changes: Any) -> dict[str, Any]:
-    found = {
-        "path": served_by,
-        "prefix_tokens": 0 if served_by == "computed" else 2860,
-        "used_tokens": 0 if served_by == "computed" else 2860,
-        "approximate": False,
-        "bits_mean": None if served_by == "computed" else 16.0,
-        "ssd_bytes": 1000 if served_by == "ssd" else 0,
-    }
-    return {"impress": {**found, **changes}}
-
-
 def reply_of(
     way: Way, question: str = QUESTIONS[0], ttft_ms: float = 12.345, **changes: Any
 ) -> Reply:
-    own = {"approximate": True, "bits_mean": 5.0} if way.approximate else {}
-    told = meta_info(way.served_by, **{**own, **changes})
-    return report.make_reply(way, question, ttft_ms, f"Answer to {question}", told)
+    computed = way.served_by == "computed"
+    told = {
+        "path": way.served_by,
+        "prefix_tokens": 0 if computed else 2860,
+        "used_tokens": 0 if computed else 2860,
+        "approximate": bool(way.approximate),
+        "bits_mean": 5.0 if way.approximate else None if computed else 16.0,
+        "ssd_bytes": 1000 if way.served_by == "ssd" else 0,
+        **changes,
+    }
+    return report.make_reply(way, question, ttft_ms, f"Answer to {question}", {"impress": told})
 
 
 def test_prompts_share_all_but_the_question() -> None:
@@ -99,14 +95,6 @@ def tokenizer(model_dir: Path) -> Any:
     return AutoTokenizer.from_pretrained(model_dir)
 
 
-def load(folder: Path) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.eval()
-
-
 @pytest.mark.parametrize(
     ("text", "ids"),
     [
@@ -125,8 +113,10 @@ def test_token_ids(tokenizer: Any, text: str, ids: list[int]) -> None:
 
 def test_greedy_generation_names_paris(model_dir: Path, tokenizer: Any) -> None:
     import torch
+    from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(min(2, torch.get_num_threads()))
     inputs = tokenizer("The capital of France is", return_tensors="pt")
-    output = load(model_dir).generate(**inputs, max_new_tokens=6, do_sample=False)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    output = model.eval().generate(**inputs, max_new_tokens=6, do_sample=False)
     assert "Paris" in tokenizer.decode(output[0])

@@ -196,16 +196,12 @@ def no_aio(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return os.strerror(errno.EAGAIN)
 
 
-def test_aio_is_told_that_it_is_not_to_be_had(no_aio: str) -> None:
-    with pytest.raises(ConfigError, match="--impress-io-engine aio") as caught:
-        make_engine("aio", 4)
-
-    assert no_aio in str(caught.value)
-
-
-def test_auto_takes_threads_where_there_is_no_aio(
+def test_where_there_is_no_aio_it_is_refused_and_auto_takes_threads(
     no_aio: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    with pytest.raises(ConfigError, match="--impress-io-engine aio") as caught:
+        make_engine("aio", 4)
+    assert no_aio in str(caught.value)
     with caplog.at_level(logging.WARNING, logger=engines.logger.name):
         engine = make_engine("auto", 4)
 

@@ -57,10 +57,6 @@ def digests(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     return calls_of(monkeypatch, places, "extended")
 
 
-def num_digested(digests: list[Call]) -> int:
-    return sum(len(tokens) for (_, tokens), _ in digests)
-
-
 def restored(segments: list[StoredSegment], parents: dict[str, str]) -> StoredTree:
     tree = StoredTree()
     for segment in segments:
@@ -86,7 +82,8 @@ def test_a_start_without_the_index_looks_at_each_token_a_few_times(digests: list
         name: above for name, above in parents.items() if above
     }
     paths = sum(s.info.prefix_len for s in segments)
-    assert num_digested(digests) <= sum(s.info.num_tokens for s in segments) + paths
+    num_digested = sum(len(tokens) for (_, tokens), _ in digests)
+    assert num_digested <= sum(s.info.num_tokens for s in segments) + paths
 
 
 def test_a_chain_without_its_head_is_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from impress_sglang.transfer.filling import SlotFiller
 from tests.faults import Rule
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
-from tests.unit.load_desk import CPU, SHAPE, Desk, made_in
+from tests.unit.load_desk import CPU, SHAPE, Make, desks_in
 from tests.unit.store_checks import check_store
 from tests.unit.store_factory import look_up, prompt
 from tests.unit.waiting import wait_until
@@ -48,8 +48,8 @@ def compiled() -> None:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Desk]]:
-    yield from made_in(tmp_path, Desk)
+def make(tmp_path: Path) -> Iterator[Make]:
+    yield from desks_in(tmp_path)
 
 
 FIRST = prompt(1, 70)
@@ -59,7 +59,7 @@ OTHER = prompt(2, 150)
 
 @pytest.mark.parametrize("caches", CACHES.values(), ids=CACHES)
 def test_slots_get_what_the_other_loader_would_put_there(
-    make: Callable[..., Desk], caches: dict[str, float]
+    make: Make, caches: dict[str, float]
 ) -> None:
     desk = make(**caches)
     desk.put(FIRST, SECOND, OTHER)
@@ -75,7 +75,7 @@ def test_slots_get_what_the_other_loader_would_put_there(
 
 
 def test_a_failed_job_ends_behind_what_the_device_writes(
-    make: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else its slots would be others' while it still writes to them."""
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
@@ -108,7 +108,7 @@ def test_a_failed_job_ends_behind_what_the_device_writes(
 )
 @pytest.mark.parametrize("readahead", [0.0, 0.2])
 def test_what_a_drive_does_ends_jobs_and_not_the_loader(
-    make: Callable[..., Desk], rule: Rule, readahead: float
+    make: Make, rule: Rule, readahead: float
 ) -> None:
     desk = make(readahead=readahead)
     desk.put(FIRST, OTHER)
@@ -131,9 +131,7 @@ def test_what_a_drive_does_ends_jobs_and_not_the_loader(
 class TestRevoking:
     @pytest.mark.parametrize("own", [KVClass(), KVClass(6.0)], ids=["exact", "codes"])
     @pytest.mark.parametrize("after", [0, 1, 2])
-    def test_while_the_drive_hangs(
-        self, make: Callable[..., Desk], own: KVClass, after: int
-    ) -> None:
+    def test_while_the_drive_hangs(self, make: Make, own: KVClass, after: int) -> None:
         """It returns at once, and whoever gets the slots then keeps what it writes."""
         desk = make(readahead=0.0)
         desk.put(FIRST, OTHER)
@@ -152,7 +150,7 @@ class TestRevoking:
         assert all(bool((rows == 5.0).all()) for rows in desk.pools.rows(job.target))
         desk.check(desk.load(FIRST, own))
 
-    def test_at_any_time(self, make: Callable[..., Desk]) -> None:
+    def test_at_any_time(self, make: Make) -> None:
         """What is written after it returns was written by others."""
         desk = make(host_gb=SMALL, device_gb=SMALL)
         desk.put(OTHER)
@@ -217,7 +215,7 @@ class TestLayers:
 
 
 class TestClosing:
-    def test_does_not_wait_for_a_drive_that_hangs(self, make: Callable[..., Desk]) -> None:
+    def test_does_not_wait_for_a_drive_that_hangs(self, make: Make) -> None:
         desk = make(readahead=0.0)
         desk.put(FIRST)
         hang = Rule("hang", "block")
@@ -231,9 +229,7 @@ class TestClosing:
         assert desk.loader.close(20.0)
         assert job.state is JobState.DROPPED
 
-    def test_a_bug_ends_its_job_alone(
-        self, make: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_bug_ends_its_job_alone(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         desk = make()
         desk.put(FIRST, OTHER)
 
@@ -249,7 +245,7 @@ class TestClosing:
             wait_until(lambda: segments.settle() or not segments._open)
             desk.check(desk.load(FIRST))
 
-    def test_a_drive_that_hangs_ends_a_measurement(self, make: Callable[..., Desk]) -> None:
+    def test_a_drive_that_hangs_ends_a_measurement(self, make: Make) -> None:
         """And what comes after it is loaded."""
         desk = make(io_timeout=0.5)
         desk.put(FIRST)
@@ -262,7 +258,7 @@ class TestClosing:
 
 
 @pytest.mark.parametrize("caches", ["none", "both small", "both large"])
-def test_the_scheduler_goes_on_meanwhile(make: Callable[..., Desk], caches: str) -> None:
+def test_the_scheduler_goes_on_meanwhile(make: Make, caches: str) -> None:
     """Estimates, expectations, new segments and evictions while jobs load; bytes stay right."""
     room = 6 * sum(kv_bytes(length) for length in (20, 40)) / 2 / 1e9
     desk = make(**CACHES[caches], ssd_gb=room)

@@ -129,15 +129,12 @@ def test_the_next_turn_is_that_of_the_first_who_waits(steps: list[object]) -> No
     assert sorted(queue, key=lookahead.turn) == queue
 
 
-def bench_of(tmp_path: Path, *, probe: tuple[int, ...] = (), coded: bool = False) -> Workbench:
-    heads = {"layers": 2, "query_heads": 6, "kv_heads": 3, "key_dim": 64, "value_dim": 64}
-    return Workbench(tmp_path, make_shape(**heads, probe=probe, coded=coded, raw=int(coded)))
-
-
 @pytest.mark.parametrize("coded", [False, True])
 def test_what_a_request_waits_for_stays_in_the_cache(tmp_path: Path, coded: bool) -> None:
     """Of a cache with room for less than one of two prefixes."""
-    bench, lookahead = bench_of(tmp_path, coded=coded), LookAhead()
+    heads = {"layers": 2, "query_heads": 6, "kv_heads": 3, "key_dim": 64, "value_dim": 64}
+    shape = make_shape(**heads, probe=(), coded=coded, raw=int(coded))
+    bench, lookahead = Workbench(tmp_path, shape), LookAhead()
     options = {"policy": "impress" if coded else "as", "chunk_tokens": 64, "lookahead": lookahead}
     store = bench.open(host_gb=gb(50 * 4096), **options)
 

@@ -76,14 +76,9 @@ def allocate(**options: Any) -> StoreMemory:
     return StoreMemory.allocate(config, make_shape(probe=(), coded=True), CPU)
 
 
-@pytest.fixture
-def gigabyte(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that has one."""
-    monkeypatch.setattr(memory_module, "available_bytes", lambda: 10**9)
-
-
-def test_caches_that_the_host_cannot_hold_are_refused(gigabyte: None) -> None:
+def test_caches_that_the_host_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is touched, however much it is."""
+    monkeypatch.setattr(memory_module, "available_bytes", lambda: 10**9)
     with pytest.raises(ConfigError, match=r"600 GB .* 1\.0 GB .* lower --impress-host-gb$"):
         allocate(host_gb=600, device_gb=0)
     with pytest.raises(ConfigError, match=r"1\.1 GB .*--impress-host-gb or --impress-device-gb"):

@@ -293,7 +293,6 @@ def test_raw_layers_are_the_same_beside_codes(layout: SegmentLayout) -> None:
 
 
 def test_sizes_of_a_known_model_with_codes() -> None:
-    """The same model."""
     shape = KVShape(32, 32, 8, 128, 128, torch.bfloat16, (), 6.0)
     layout = SegmentLayout(shape, chunk_tokens=64, num_tokens=1000, header_bytes=BLOCK)
     (codes, *_) = layout.codes

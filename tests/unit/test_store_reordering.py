@@ -321,13 +321,6 @@ def disk_bytes(bench: Workbench, *columns: int, num_tokens: int = len(TOKENS)) -
     return shape.num_layers * sum(sizes)
 
 
-def bytes_of(store: PartStore, *, retention: float = 1.0) -> float:
-    spans = look_up(store, TOKENS).spans
-    if retention == 1.0:
-        return store.segments.bytes_to_read(spans, codes=False)
-    return store.expected_bytes(spans, retention)
-
-
 def read_layers(store: PartStore, *, probe: bool = True, keys: bool = True) -> PartSource:
     """A request that reads all of the stored prefix, and is done."""
     source = stores.open_source(store, look_up(store, TOKENS))
@@ -346,19 +339,13 @@ def test_what_is_cached_need_not_come_from_the_ssd(bench: Workbench, cache: str)
     values = [column for column in kv.kv_of(bench.shape) if kv.holds_values(bench.shape, column)]
     keys = [column for column in kv.kv_of(bench.shape) if column not in values]
 
+    spans, to_read = look_up(store, TOKENS).spans, store.segments.bytes_to_read
     read_layers(store, probe=False, keys=False)
-    assert bytes_of(store) == disk_bytes(bench, kv.PROBE, *keys)
+    assert to_read(spans, codes=False) == disk_bytes(bench, kv.PROBE, *keys)
 
     read_layers(store)
-    assert bytes_of(store) == bytes_of(store, retention=0.1) == 0
+    assert to_read(spans, codes=False) == store.expected_bytes(spans, 0.1) == 0
     assert read_layers(store).stats.ssd_bytes == 0, "which is so"
-
-
-def slow_store(bench: Workbench) -> PartStore:
-    """Reads take some tenths of a second, and begin without delay."""
-    store = bench.open(files=SlowFileSystem(1.0), readahead=0.5)
-    bench.put(store, prompt(1, 200))
-    return store
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -366,7 +353,9 @@ def test_a_store_is_closed_cleanly_while_a_source_is_read_ahead(
     bench: Workbench, waits: bool
 ) -> None:
     """A server that ends closes its sources first, whatever they are doing."""
-    store = slow_store(bench)
+    # Reads take some tenths of a second, and begin without delay.
+    store = bench.open(files=SlowFileSystem(1.0), readahead=0.5)
+    bench.put(store, prompt(1, 200))
     match = look_up(store, prompt(1, 200))
     source = store.open_part(match, 0, 200, whole=True)
     if waits:

@@ -63,10 +63,6 @@ def found(
 ) -> list[tuple[str, int, int]]:
     """A match as (segment, start, stop)."""
     match = tree.match(namespace, as_tokens(tokens), least=least, only_ready=not pending)
-    return spans_of(match)
-
-
-def spans_of(match: StoredMatch) -> list[tuple[str, int, int]]:
     return [(span.segment.segment_id, span.start, span.stop) for span in match.spans]
 
 

@@ -161,10 +161,6 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.cpu().contiguous().view(INTEGERS[tensor.dtype.itemsize])
 
 
-def assert_same_bits(found: Tensor, wanted: Tensor) -> None:
-    assert torch.equal(bits(found), bits(wanted))
-
-
 def pinned(tensor: Tensor, device: str) -> Tensor:
     return tensor.pin_memory() if device == "cuda" else tensor
 
@@ -200,4 +196,4 @@ def test_pages(device: str, unit: int, vectors: int, dtype: torch.dtype, by_kern
         np.concatenate([to_device[4::-1], to_host[8:4:-1]]),
     )
     for own, wanted in zip(found, expected, strict=True):
-        assert_same_bits(own, wanted)
+        assert torch.equal(bits(own), bits(wanted))
