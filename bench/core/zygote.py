@@ -73,6 +73,7 @@ def _serve(argv: list[str], log: str, preload: str | None, environment: dict[str
     for output in (1, 2):
         os.dup2(descriptor, output)
     faulthandler.register(TELL_WHERE, file=2)
+    # SGLang asks for "spawn", with which each process would import everything again.
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *_, **__: None  # type: ignore[assignment]
     status = 1

@@ -235,13 +235,18 @@ def write_anew(store: PartStore) -> None:
     store.worker.submit(store.worker.journal.record, {"want": 0}).result()
 
 
-def test_what_is_told_after_a_purge_was_purged(bench: Workbench, two: Two) -> None:
-    """The one who stored it is dead, so that nobody else removes it."""
+def purged_of_the_dead(bench: Workbench, two: Two) -> PartStore:
+    """The store that purged a prompt whose server is dead, so that nobody else removes it."""
     first, second = two
     bench.put_all(first, 1, 2)
     bench.kill(first)
     purge(second, prompt(1))
     second.worker.submit(int).result()
+    return second
+
+
+def test_what_is_told_after_a_purge_was_purged(bench: Workbench, two: Two) -> None:
+    second = purged_of_the_dead(bench, two)
     hear(second)
     assert lengths(second, 1, 2) == [0, 8]
     until(second, lambda: len(bench.files()) == 1)
@@ -250,11 +255,7 @@ def test_what_is_told_after_a_purge_was_purged(bench: Workbench, two: Two) -> No
 
 
 def test_a_restarted_server_keeps_its_own_order(bench: Workbench, two: Two) -> None:
-    first, second = two
-    bench.put_all(first, 1, 2)
-    bench.kill(first)
-    purge(second, prompt(1))
-    second.worker.submit(int).result()
+    second = purged_of_the_dead(bench, two)
     bench.close(second)
     (again,) = [own for own in (bench.open(), bench.open()) if folder_of(own) == folder_of(second)]
     until(again, lambda: lengths(again, 1, 2) == [0, 8])
