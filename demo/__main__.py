@@ -176,7 +176,9 @@ def _ask_at_once(server: Server) -> AtOnce:
 
         def ask() -> tuple[float, int]:
             began = time.perf_counter()
-            answers = pool.map(lambda own: _generate(server, prompt(own), NEW_TOKENS), CROWD)
+            answers = pool.map(
+                lambda question: _generate(server, prompt(question), NEW_TOKENS), CROWD
+            )
             ssd_bytes = sum(meta_info["impress"]["ssd_bytes"] for _, _, meta_info in answers)
             return round(time.perf_counter() - began, 3), ssd_bytes
 

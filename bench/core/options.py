@@ -31,10 +31,10 @@ class Option:
         if self.repeated:
             how |= {"action": "append", "default": [], "metavar": "X"}
         else:
-            own = self.quick if quick and self.quick is not None else self.default
-            how |= {"type": self._value, "default": own, "metavar": "X"}
-            if own not in (None, ()):
-                shown = ",".join(map(str, own)) if isinstance(own, tuple) else own
+            value = self.quick if quick and self.quick is not None else self.default
+            how |= {"type": self._value, "default": value, "metavar": "X"}
+            if value not in (None, ()):
+                shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
                 told = f"{told} ({shown})".replace("%", "%%")
         parser.add_argument(f"--{self.name}", help=told, **how)
 

@@ -35,12 +35,12 @@ class Table:
     caption: str = ""
 
     def __str__(self) -> str:
-        cells = (own for row in self.rows for own in row.items())
+        cells = (cell for row in self.rows for cell in row.items())
         plain = (key for key, value in cells if not isinstance(value, list | dict))
         keys = self.columns or list(dict.fromkeys(plain))
         lines = [[key.replace("_", " ") for key in keys]]
         found = ([row.get(key) for key in keys] for row in self.rows)
-        lines += [["-" if own is None else str(own) for own in row] for row in found]
+        lines += [["-" if cell is None else str(cell) for cell in row] for row in found]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         shown = [
             "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
@@ -82,7 +82,7 @@ def describe_machine() -> dict[str, object]:
         "python": platform.python_version(),
     }
     installed = importlib.metadata.distributions()
-    found |= {own.name: own.version for own in installed if own.name in PACKAGES}
+    found |= {package.name: package.version for package in installed if package.name in PACKAGES}
     import torch
 
     if torch.cuda.is_available():

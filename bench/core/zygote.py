@@ -31,14 +31,14 @@ class Zygote:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """It imports SGLang, with this environment, while the caller goes on."""
-        own = dict(os.environ)
+        before = dict(os.environ)
         os.environ.update(environment)
         try:
             forkserver.set_forkserver_preload(["bench.core.preloaded"])
             forkserver.ensure_running()
         finally:
             os.environ.clear()
-            os.environ.update(own)
+            os.environ.update(before)
 
     def fork(
         self,

@@ -221,17 +221,17 @@ class Engine:
 
 def make_row(policy: str, served: list[tuple[float, float]], engine: Engine) -> Row:
     """The figures of a policy; a ratio of nothing is None."""
-    reads, ttft = engine.reads, [own for own, _ in served]
+    reads, ttft = engine.reads, [seconds for seconds, _ in served]
     chunks = {"device": reads.device_chunks, "host": reads.host_chunks, "ssd": reads.ssd_chunks}
     return {
         "policy": policy,
         "requests": len(served),
         "ttft_ms": round(float(np.mean(ttft)), 2),
         "p99_ms": round(float(np.percentile(ttft, 99)), 2),
-        "load_ms": round(float(np.mean([own for _, own in served])), 2),
+        "load_ms": round(float(np.mean([seconds for _, seconds in served])), 2),
         "plan_ms": round(engine.plan_seconds / len(served) * 1e3, 2),
         "wait_ms": round(reads.wait_ms / len(served), 2),
         "ssd_mb": round(reads.ssd_bytes / len(served) / 1e6, 2),
         **{name: ratio(count, reads.chunks_accessed) for name, count in chunks.items()},
-        "all_ms": [round(own, 2) for own in ttft],
+        "all_ms": [round(seconds, 2) for seconds in ttft],
     }

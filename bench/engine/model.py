@@ -82,7 +82,9 @@ class Model:
         sizes = (both, shape.hidden), (shape.hidden, inner)
         sizes += (2 * shape.ffn, shape.hidden), (shape.hidden, shape.ffn)
         count = min(DISTINCT_LAYERS, shape.layers)
-        self._layers = [[self.random(*own) * own[1] ** -0.5 for own in sizes] for _ in range(count)]
+        self._layers = [
+            [self.random(*size) * size[1] ** -0.5 for size in sizes] for _ in range(count)
+        ]
         self._embedding = self.random(shape.vocabulary, shape.hidden)
         self._head = self.random(shape.vocabulary, shape.hidden) * shape.hidden**-0.5
         self._norm = torch.ones(shape.hidden, device=device, dtype=dtype)
@@ -111,8 +113,8 @@ class Model:
         for layer, (keys, values) in enumerate(self.pools):
             qkv, output, up, down = self._layers[layer % len(self._layers)]
             flat = functional.linear(self._normed(hidden), qkv)
-            queries, *own = flat.view(len(tokens), -1, shape.head_dim).split(heads, dim=1)
-            keys[before:stop], values[before:stop] = own
+            queries, *new = flat.view(len(tokens), -1, shape.head_dim).split(heads, dim=1)
+            keys[before:stop], values[before:stop] = new
             attended = attention(queries, keys[:stop], values[:stop])
             hidden = hidden + functional.linear(attended.reshape(len(tokens), -1), output)
             gate, inner = functional.linear(self._normed(hidden), up).chunk(2, dim=1)
@@ -133,7 +135,7 @@ def attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     from torch.nn.attention.bias import causal_lower_right
 
     output = functional.scaled_dot_product_attention(
-        *(own.transpose(0, 1)[None] for own in (queries, keys, values)),
+        *(rows.transpose(0, 1)[None] for rows in (queries, keys, values)),
         attn_mask=causal_lower_right(len(queries), len(keys)),
         scale=queries.shape[2] ** -0.5,
         enable_gqa=queries.shape[1] != keys.shape[1],

@@ -92,8 +92,8 @@ def run(args: argparse.Namespace) -> Result:
     deadline = time.monotonic() + 60 * args.minutes
     with work_folder(args.out) as out:
         rows: list[Row] = []
-        for own in STEPS:
-            rows.append(take(own, args.quick, deadline, out))
+        for planned in STEPS:
+            rows.append(take(planned, args.quick, deadline, out))
             summary = {"machine": describe_machine(), "steps": rows}
             (out / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
         found = {path.stem: json.loads(path.read_text()) for path in sorted(out.glob("*.json"))}
@@ -106,16 +106,19 @@ def run(args: argparse.Namespace) -> Result:
     return Result({"steps": rows, "figures": found}, [table])
 
 
-def take(own: Step, quick: bool, deadline: float, out: Path) -> Row:
+def take(planned: Step, quick: bool, deadline: float, out: Path) -> Row:
     """Take a step within what time is left."""
     left = deadline - time.monotonic()
-    if reason := own.why_not(quick, left / 60):
-        return {"step": own.name, "state": reason, "seconds": 0, "told": ""}
+    if reason := planned.why_not(quick, left / 60):
+        return {"step": planned.name, "state": reason, "seconds": 0, "told": ""}
     began = time.monotonic()
-    path, command = out / f"{own.name}.log", shlex.split(own.quick if quick else own.command)
+    path, command = (
+        out / f"{planned.name}.log",
+        shlex.split(planned.quick if quick else planned.command),
+    )
     if "bench" in command:
-        command.append(f"--json={out / own.name}.json")
-    with step(own.name), path.open("w") as log:
+        command.append(f"--json={out / planned.name}.json")
+    with step(planned.name), path.open("w") as log:
         try:
             done = subprocess.run(
                 [sys.executable, *command], cwd=ROOT, stdout=log, stderr=log, timeout=left
@@ -124,4 +127,4 @@ def take(own: Step, quick: bool, deadline: float, out: Path) -> Row:
         except subprocess.TimeoutExpired:
             state = "out of time"
     seconds, told = round(time.monotonic() - began, 1), path.read_text(errors="replace")[-2000:]
-    return {"step": own.name, "state": state, "seconds": seconds, "told": told}
+    return {"step": planned.name, "state": state, "seconds": seconds, "told": told}

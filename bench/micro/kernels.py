@@ -118,10 +118,10 @@ def by_codes(args: argparse.Namespace, watch: Watch) -> dict[str, Any]:
     slots = torch.randperm(m) + 1
     pools = [torch.zeros(m + 1, heads, dim, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     expected = [pool.cpu() for pool in pools]
-    own, own_slots = groups.cuda(), slots.cuda()
+    on_card, slots_on_card = groups.cuda(), slots.cuda()
 
     def restore() -> None:
-        kernels.restore(layout, own, 0, own_slots, *pools)
+        kernels.restore(layout, on_card, 0, slots_on_card, *pools)
 
     restore()
     # Only here, because it needs Numba.
@@ -131,7 +131,7 @@ def by_codes(args: argparse.Namespace, watch: Watch) -> dict[str, Any]:
     for pool, wanted in zip(pools, expected, strict=True):
         torch.testing.assert_close(pool.cpu(), wanted, rtol=2**-6, atol=4e-3)
 
-    moved = own.numel() + 2 * m * heads * dim * pools[0].element_size()
+    moved = on_card.numel() + 2 * m * heads * dim * pools[0].element_size()
     return {"shape": {"m": m, "kv_heads": heads, "dim": dim}, **watch.measured(restore, moved)}
 
 
@@ -140,15 +140,15 @@ def by_a_basis(args: argparse.Namespace, watch: Watch, device: torch.device) -> 
     m, heads, dim = args.tokens, args.kv_heads, args.dim
     size = 2 * heads * dim
     # As many components of each number of bits, and as many of none.
-    bits = tuple(own for own in range(8, 0, -1) for _ in range(size // 9))
-    own = LayerBasis(
+    bits = tuple(width for width in range(8, 0, -1) for _ in range(size // 9))
+    layer = LayerBasis(
         bits,
         torch.randn(size),
         torch.randn(size, size).div(2 * size**0.5).bfloat16(),
         torch.zeros(size, len(bits)),
         torch.randn(len(bits), size).bfloat16(),
     )
-    basis = Basis("random", ((heads, dim),) * 2, (dataclasses.replace(own, predict=None), own))
+    basis = Basis("random", ((heads, dim),) * 2, (dataclasses.replace(layer, predict=None), layer))
     angles = torch.rand(m, dim // 2)
     rotation = KeyRotation(lambda _: torch.cat([angles.cos(), angles.sin()], 1), halves=True)
     codec = BasisCodec(basis, rotation)
@@ -172,7 +172,7 @@ def by_a_basis(args: argparse.Namespace, watch: Watch, device: torch.device) -> 
     wanted = on_cpu.put(1, rows[:few].cpu(), below[:few], some, places[:few], *spare)
     slack = 2**-6 * float(wanted.abs().max())
     torch.testing.assert_close(restore()[:few].cpu(), wanted, rtol=0, atol=slack)
-    matrix = product_matrix(own).to(device, torch.bfloat16)
+    matrix = product_matrix(layer).to(device, torch.bfloat16)
     factors = torch.randn(m, len(matrix)).to(device, torch.bfloat16)
     product = watch.microseconds(lambda: factors @ matrix)
     # Components are written and read between the two kernels; the layer, below and of its own, is

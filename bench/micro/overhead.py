@@ -110,7 +110,7 @@ def compare(args: argparse.Namespace, pair: Mapping[str, Server], name: str) -> 
     return {
         "workload": name,
         "pairs": len(ratios),
-        **{f"{which}_s": round(statistics.median(own), 4) for which, own in seconds.items()},
+        **{f"{which}_s": round(statistics.median(times), 4) for which, times in seconds.items()},
         "throughput_ratio": round(statistics.median(ratios), 4),
         "from": round(low, 4),
         "to": round(high, 4),

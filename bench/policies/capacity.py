@@ -138,11 +138,11 @@ def read_asks(path: Path, seed: int) -> list[Ask]:
     for session in read_sessions(path):
         begins = 0.0 if session[0].at else chance.random() * SPREAD_SECONDS
         paths = [_numbered(turn.blocks, numbers) for turn in session]
-        for turn, own, after in zip(session, paths, [*paths[1:], None], strict=True):
-            told, count = turn.prompt_tokens, len(own) - 1
-            if after is not None and np.array_equal(own[:count], after[:count]):
-                own, told = after, told + turn.answer_tokens
-            asks.append(Ask(begins + turn.at, own, turn.block_tokens, turn.prompt_tokens, told))
+        for turn, path, after in zip(session, paths, [*paths[1:], None], strict=True):
+            told, count = turn.prompt_tokens, len(path) - 1
+            if after is not None and np.array_equal(path[:count], after[:count]):
+                path, told = after, told + turn.answer_tokens
+            asks.append(Ask(begins + turn.at, path, turn.block_tokens, turn.prompt_tokens, told))
     return sorted(asks, key=lambda ask: ask.at)
 
 
@@ -228,8 +228,8 @@ class Store:
 
     def on_drive(self, match: StoredMatch) -> float:
         """Bytes of a match that are not in the cache."""
-        tiers = [self._cache.tiers(int(own[0]), len(own)) for own in self._ids(match)]
-        return sum(int((own == Tier.SSD).sum()) for own in tiers) * self._page_bytes
+        tiers = [self._cache.tiers(int(ids[0]), len(ids)) for ids in self._ids(match)]
+        return sum(int((placed == Tier.SSD).sum()) for placed in tiers) * self._page_bytes
 
     def load(self, match: StoredMatch) -> None:
         """Use a match, of which the cache takes what its rule wants."""
@@ -329,7 +329,7 @@ def lru(asks: Sequence[Ask], room: float) -> tuple[int, int]:
 
 def bound(asks: Sequence[Ask], room: float) -> int:
     """Tokens that are found at most in a store of so many blocks."""
-    accesses = [own for ask in asks for own in ask.in_blocks()]
+    accesses = [access for ask in asks for access in ask.in_blocks()]
     following, later = [0] * len(accesses), dict[int, int]()
     for at in range(len(accesses) - 1, -1, -1):
         following[at] = later.get(accesses[at][0], len(accesses))
@@ -399,4 +399,4 @@ def _percent(part: float, of: float) -> float:
 
 
 def _milliseconds(seconds: Sequence[float]) -> list[int]:
-    return [round(own * 1e3) for own in np.percentile(seconds, (50, 99)).tolist()]
+    return [round(quantile * 1e3) for quantile in np.percentile(seconds, (50, 99)).tolist()]

@@ -62,9 +62,9 @@ def make_trace(
     for name, rows in sorted(datasets.items()):
         shuffled = [rows[i] for i in rng.permutation(len(rows))]
         cut = int(len(shuffled) * _ASKED_SHARE)
-        texts = (tuple(tokenize(SEPARATOR + own.text)) for own in shuffled[:cut])
+        texts = (tuple(tokenize(SEPARATOR + question.text)) for question in shuffled[:cut])
         # They come round again when all were asked.
-        questions = itertools.cycle([own for own in texts if len(own) <= MAX_QUESTION_TOKENS])
+        questions = itertools.cycle([text for text in texts if len(text) <= MAX_QUESTION_TOKENS])
         pools.append((name, shuffled[cut:], questions))
     takes = [pools[number % len(pools)] for number in range(args.prefixes)]
     prefixes = []

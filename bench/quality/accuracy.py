@@ -121,7 +121,7 @@ class Measured(NamedTuple):
         found = []
         for item, logliks in zip(self.task.items, self.logliks, strict=True):
             sizes = item.option_bytes if self.task.name in NORMALISED else (1,) * len(logliks)
-            values = [own / max(1, size) for own, size in zip(logliks, sizes, strict=True)]
+            values = [loglik / max(1, size) for loglik, size in zip(logliks, sizes, strict=True)]
             found.append(values.index(max(values)))
         return found
 
@@ -133,7 +133,7 @@ class Measured(NamedTuple):
     @property
     def centred(self) -> list[Floats]:
         """Log-likelihoods less the mean over the options, [n][options]."""
-        return [np.array(own) - np.mean(own) for own in self.logliks]
+        return [np.array(logliks) - np.mean(logliks) for logliks in self.logliks]
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> Result:
 
     for name in args.systems:
         if name in PARTS:
-            add(name, (), [Way(name, own) for own in sorted(args.retentions) if own < 1])
+            add(name, (), [Way(name, share) for share in sorted(args.retentions) if share < 1])
     for bits in args.bits if "impress" in args.systems else ():
         flags = f"--impress-bits={bits:g}", "--impress-keep=both"
         add("impress", flags, [Way(f"impress@{bits:g}", bits=bits)])
@@ -158,7 +158,11 @@ def run(args: argparse.Namespace) -> Result:
     tokenize = load_tokenize(model)
     tasks = [make_task(name, tokenize, args) for name in args.tasks]
     with servers(args) as pool:
-        found = [own for system in systems for own in _measure(args, pool, model, system, tasks)]
+        found = [
+            measured
+            for system in systems
+            for measured in _measure(args, pool, model, system, tasks)
+        ]
     size = kv_bytes_per_token(model, args.dtype)
     with step("intervals"):
         rows = make_rows(found, size, args.seed)
@@ -177,17 +181,17 @@ def run(args: argparse.Namespace) -> Result:
         "rows": rows,
         "answers": [
             {
-                "system": own.way.system,
-                "retention": own.way.retention,
-                "task": own.task.name,
-                "choices": own.choices,
-                "logliks": [[round(x, 5) for x in logliks] for logliks in own.logliks],
+                "system": measured.way.system,
+                "retention": measured.way.retention,
+                "task": measured.task.name,
+                "choices": measured.choices,
+                "logliks": [[round(x, 5) for x in logliks] for logliks in measured.logliks],
             }
-            for own in found
+            for measured in found
         ],
     }
     lengths = {task.name: sorted(map(len, task.prefixes)) for task in tasks}
-    told = ", ".join(f"{name} {own[0]}-{own[-1]}" for name, own in lengths.items())
+    told = ", ".join(f"{name} {sizes[0]}-{sizes[-1]}" for name, sizes in lengths.items())
     caption = f"{model.name}; tokens of prefixes: {told}"
     return Result(figures, [Table(rows, COLUMNS, caption)])
 
@@ -231,7 +235,7 @@ def ask_all(server: Server, task: Task, way: Way) -> Measured:
             lambda item: _ask(server, task.prefixes[item.prefix], item, way), task.items
         )
         logliks, reads = zip(*pairs, strict=True)
-    return Measured(way, task, list(logliks), [own for of_item in reads for own in of_item])
+    return Measured(way, task, list(logliks), [report for of_item in reads for report in of_item])
 
 
 def _ask(
@@ -299,23 +303,25 @@ def check_path(report: Mapping[str, Any], prefix_tokens: int, way: Way) -> None:
 def make_rows(measured: Sequence[Measured], kv_bytes: int, seed: int) -> list[Row]:
     """A row per system, retention and task, and last those of the mean over several tasks, each
     with the same weight."""
-    by_key = {(*own.way[:2], own.task.name): own for own in measured}
-    names = list(dict.fromkeys(own.task.name for own in measured))
-    groups = [([own], own.task.name) for own in measured]
+    by_key = {(*result.way[:2], result.task.name): result for result in measured}
+    names = list(dict.fromkeys(result.task.name for result in measured))
+    groups = [([result], result.task.name) for result in measured]
     if len(names) > 1:
-        for key in dict.fromkeys(own.way[:2] for own in measured):
+        for key in dict.fromkeys(result.way[:2] for result in measured):
             groups.append(([by_key[*key, name] for name in names], MEAN))
     rows = []
     for parts, name in groups:
         exact = [by_key[REFERENCE, 1.0, part.task.name] for part in parts]
         pairs = list(zip(parts, exact, strict=True))
-        differences = [100 * (own.right - other.right) for own, other in pairs]
-        agreements = [np.equal(own.choices, other.choices).astype(float) for own, other in pairs]
-        shifts = [
-            np.mean([abs(a - b).mean() for a, b in zip(own.centred, other.centred, strict=True)])
-            for own, other in pairs
+        differences = [100 * (result.right - other.right) for result, other in pairs]
+        agreements = [
+            np.equal(result.choices, other.choices).astype(float) for result, other in pairs
         ]
-        read = [np.mean(own.read) / kv_bytes for own in parts if own.read]
+        shifts = [
+            np.mean([abs(a - b).mean() for a, b in zip(result.centred, other.centred, strict=True)])
+            for result, other in pairs
+        ]
+        read = [np.mean(result.read) / kv_bytes for result in parts if result.read]
         row = {
             "system": parts[0].way.system,
             "retention": parts[0].way.retention,

@@ -117,11 +117,11 @@ def run(args: argparse.Namespace) -> Result:
                 found = ask_all(server, asked, shares, args)
             server.check_log()
     for share, answers in found.items():
-        lacking = sum(not own.blended_tokens for own in answers)
+        lacking = sum(not answer.blended_tokens for answer in answers)
         if share < 1.0 and lacking > FEW * len(asked):
             raise BenchFailed(f"{lacking} of {len(asked)} requests were not blended")
     rows = [_row(share, answers, found[1.0]) for share, answers in found.items()]
-    lengths = [len(own.documents_in(own.order)) for own in asked]
+    lengths = [len(question.documents_in(question.order)) for question in asked]
     figures = {"model": model.name, "prompt_tokens": lengths, "rows": rows}
     return Result(figures, [Table(rows)])
 
@@ -172,9 +172,16 @@ def ask_all(
 
 def packs_of(asked: Sequence[Question], size: int) -> Iterator[list[int]]:
     """Prompts with so many documents each, in which all stand once."""
-    documents = list({tuple(own): own for question in asked for own in question.documents}.values())
+    documents = list(
+        {
+            tuple(document): document for question in asked for document in question.documents
+        }.values()
+    )
     for start in range(0, len(documents), size):
-        yield [*asked[0].head, *(token for own in documents[start : start + size] for token in own)]
+        yield [
+            *asked[0].head,
+            *(token for document in documents[start : start + size] for token in document),
+        ]
 
 
 def _ask(
@@ -196,8 +203,8 @@ def _ask(
     text = ""
     if answer_tokens:
         text = server.generate(prompt, answer_tokens, custom=custom)["text"]
-    tops = [own for own in first["input_top_logprobs"] if own]
-    distributions = [{entry[1]: entry[0] for entry in own} for own in tops]
+    tops = [top for top in first["input_top_logprobs"] if top]
+    distributions = [{entry[1]: entry[0] for entry in top} for top in tops]
     return Answer(distributions, seconds, blended, *score(text, question.answers))
 
 
@@ -246,15 +253,15 @@ def score(text: str, answers: Sequence[str]) -> tuple[float, bool]:
 
 def words(text: str) -> list[str]:
     """What of a text counts."""
-    plain_text = "".join(" " if own in string.punctuation else own for own in text.lower())
+    plain_text = "".join(" " if letter in string.punctuation else letter for letter in text.lower())
     return re.sub(r"\b(a|an|the)\b", " ", plain_text).split()
 
 
 def divergence(exact: Distribution, found: Distribution) -> float:
     """KL in nats over the tokens that both name, and all others as one."""
     common = exact.keys() & found.keys()
-    total = sum(math.exp(exact[own]) * (exact[own] - found[own]) for own in common)
+    total = sum(math.exp(exact[token]) * (exact[token] - found[token]) for token in common)
     rest, other = (
-        max(1e-9, 1.0 - sum(math.exp(named[own]) for own in common)) for named in (exact, found)
+        max(1e-9, 1.0 - sum(math.exp(named[token]) for token in common)) for named in (exact, found)
     )
     return total + rest * math.log(rest / other)

@@ -87,8 +87,8 @@ def run(args: argparse.Namespace) -> Result:
     """Measure all rules."""
     torch.set_grad_enabled(False)
     folder = model_folder(args.model)
-    rates = (own.keeping(bits) for own in map(Basis.load, args.basis) for bits in RATES)
-    bases = {round(own.rate, 2): own for own in rates}
+    rates = (basis.keeping(bits) for basis in map(Basis.load, args.basis) for bits in RATES)
+    bases = {round(basis.rate, 2): basis for basis in rates}
     known = {*(Rule("coded", bits) for bits in BITS), *(Rule("basis", rate) for rate in bases)}
     if unknown := {*args.rules} - known:
         raise BenchFailed(f"no rule {', '.join(map(str, unknown))}; --basis gives its rates")
@@ -99,8 +99,8 @@ def run(args: argparse.Namespace) -> Result:
         {
             "rule": str(rule),
             "bytes": reader.bytes_of(rule),
-            "KL": round(statistics.fmean(own[rule] for own in found.values()), 5),
-            "KL_of": {kind: round(own[rule], 5) for kind, own in found.items()},
+            "KL": round(statistics.fmean(means[rule] for means in found.values()), 5),
+            "KL_of": {kind: round(means[rule], 5) for kind, means in found.items()},
         }
         for rule in args.rules
     ]
@@ -134,10 +134,15 @@ class Reader:
         """Keys and values of each layer of a prefix, [m, G, D], and the mean square of its last
         queries in each channel of a KV head, [G, D]."""
         cache, _ = self._read((), tokens)
-        kvs = [(own.keys[0].transpose(0, 1), own.values[0].transpose(0, 1)) for own in cache.layers]
+        kvs = [
+            (layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1))
+            for layer in cache.layers
+        ]
         heads, key_dim, value_dim = *kvs[0][0].shape[1:], kvs[0][1].shape[2]
         self._sizes = heads, key_dim, value_dim
-        return kvs, [own.unflatten(0, (heads, -1)).square().mean((1, 2)) for own in self._queries]
+        return kvs, [
+            queries.unflatten(0, (heads, -1)).square().mean((1, 2)) for queries in self._queries
+        ]
 
     def rounded(self, rule: Rule, kvs: KVs, energies: Sequence[Tensor]) -> KVs:
         """What KVs of a prefix are restored to by a rule; sinks are exact."""
@@ -147,10 +152,10 @@ class Reader:
             return [(self._turner.turned(keys, back=False), values) for keys, values in found]
         found, bits = [], int(rule.bits)
         for (keys, values), energy in zip(kvs, energies, strict=True):
-            own = restore(code_keys(keys, bits, energy)), restore(code_values(values, bits))
-            for left, right in zip(own, (keys, values), strict=True):
+            restored = restore(code_keys(keys, bits, energy)), restore(code_values(values, bits))
+            for left, right in zip(restored, (keys, values), strict=True):
                 left[:SINK_TOKENS] = right[:SINK_TOKENS]
-            found.append(own)
+            found.append(restored)
         return found
 
     def follow(self, kvs: KVs, tokens: Sequence[int]) -> Tensor:
@@ -160,9 +165,9 @@ class Reader:
     def bytes_of(self, rule: Rule) -> float:
         """Bytes of a whole group of tokens, over those in 16 bits."""
         if rule.kind == "basis":
-            own = self._bases[rule.bits]
-            features = sum(heads * dim for heads, dim in own.shapes) * own.num_layers
-            return round(own.token_bytes / (2 * features), 4)
+            basis = self._bases[rule.bits]
+            features = sum(heads * dim for heads, dim in basis.shapes) * basis.num_layers
+            return round(basis.token_bytes / (2 * features), 4)
         heads, key_dim, value_dim = self._sizes
         elements = GROUP_TOKENS * heads * (key_dim + value_dim)
         return round(GroupLayout(*self._sizes, int(rule.bits)).group_bytes / (2 * elements), 4)
@@ -172,8 +177,8 @@ class Reader:
 
         self._queries.clear()
         cache = DynamicCache()
-        for layer, own in enumerate(kvs):
-            keys, values = (one.transpose(0, 1)[None].contiguous() for one in own)
+        for layer, rows in enumerate(kvs):
+            keys, values = (one.transpose(0, 1)[None].contiguous() for one in rows)
             cache.update(keys, values, layer)
         return cache, self.model(torch.tensor([list(tokens)]), past_key_values=cache).logits
 
@@ -198,8 +203,8 @@ def divergences(
             kvs, energies = reader.prefix(tokens[start:][: args.prefix_tokens])
             text = tokens[start + args.prefix_tokens : start + length]
             exact = reader.follow(kvs, text)[QUESTION_TOKENS:]
-            for rule, own in found.items():
+            for rule, losses in found.items():
                 other = reader.follow(reader.rounded(rule, kvs, energies), text)[QUESTION_TOKENS:]
-                own.append(float((exact.exp() * (exact - other)).sum(-1).mean()))
-        means[kind] = {rule: statistics.fmean(own) for rule, own in found.items()}
+                losses.append(float((exact.exp() * (exact - other)).sum(-1).mean()))
+        means[kind] = {rule: statistics.fmean(losses) for rule, losses in found.items()}
     return means

@@ -101,10 +101,10 @@ def make_task(name: str, tokenize: Tokenize, args: argparse.Namespace) -> Task:
                 f"{name}: a prefix has {len(prefix)} tokens, and none shorter than "
                 f"{MIN_PREFIX_TOKENS} is stored"
             )
-        for own in questions:
-            options = tuple(tokenize(f" {option}") for option in own.options)
-            sizes = tuple(len(option.encode()) for option in own.options)
-            items.append(Item(place, tokenize(own.text), options, sizes, own.gold))
+        for question in questions:
+            options = tuple(tokenize(f" {option}") for option in question.options)
+            sizes = tuple(len(option.encode()) for option in question.options)
+            items.append(Item(place, tokenize(question.text), options, sizes, question.gold))
     return Task(name, prefixes, items)
 
 
@@ -116,7 +116,7 @@ def _few_shot_groups(drawn: Sequence[Question], args: argparse.Namespace) -> lis
     for i in range(count):
         shots = drawn[args.examples + i * SHOTS :][:SHOTS]
         part = asked[len(asked) * i // count : len(asked) * (i + 1) // count]
-        groups.append(("".join(own.shot + SEPARATOR for own in shots), part))
+        groups.append(("".join(question.shot + SEPARATOR for question in shots), part))
     return groups
 
 
@@ -176,7 +176,7 @@ def _completions(shown: str, rest: str, rng: random.Random) -> list[Question]:
         gold = lines[place].strip()
         depth = len(lines[place]) - len(lines[place].lstrip())
         before = "\n".join(lines[place - CODE_LINES : place])
-        others = {own for own in known.get(depth, ()) if len(own) >= TELLING} - {gold}
+        others = {line for line in known.get(depth, ()) if len(line) >= TELLING} - {gold}
         if depth and len(gold) >= TELLING and len(others) >= OPTIONS:
             # The option brings the last space.
             text = f"{before}\n{' ' * (depth - 1)}"
@@ -186,16 +186,18 @@ def _completions(shown: str, rest: str, rng: random.Random) -> list[Question]:
 
 def _signatures(shown: str, rest: str, rng: random.Random) -> list[Question]:
     """Which parameters a function of the shown part of a file has."""
-    nodes = [own for own in ast.walk(ast.parse(shown + rest)) if isinstance(own, ast.FunctionDef)]
+    nodes = [
+        node for node in ast.walk(ast.parse(shown + rest)) if isinstance(node, ast.FunctionDef)
+    ]
     last = shown.count("\n")
-    told = [(own.name, f"({ast.unparse(own.args)})") for own in nodes if own.lineno < last]
+    told = [(node.name, f"({ast.unparse(node.args)})") for node in nodes if node.lineno < last]
     names = [name for name, _ in told]
     return [
         _one_of(f"\n\n# The parameters of {name}() above are:", gold, others, rng)
         for name, gold in _shuffled(told, rng)
         if names.count(name) == 1
         and len(gold) >= TELLING
-        and len(others := {own for _, own in told if len(own) >= TELLING} - {gold}) >= OPTIONS
+        and len(others := {other for _, other in told if len(other) >= TELLING} - {gold}) >= OPTIONS
     ]
 
 

@@ -69,12 +69,12 @@ def run(args: argparse.Namespace) -> Result:
         with pool.running("beside", model, args.dtype, *flags) as server:
             work = Work(args, server)
             with step("gaps"):
-                found = [[work.gap(own) for own in GAPS] for _ in range(args.repeats)]
+                found = [[work.gap(gap) for gap in GAPS] for _ in range(args.repeats)]
             server.check_log()
     rows = []
-    for own, repeats in zip(GAPS, zip(*found, strict=True), strict=True):
+    for gap, repeats in zip(GAPS, zip(*found, strict=True), strict=True):
         medians = {key: statistics.median(one[key] for one in repeats) for key in repeats[0]}
-        rows.append({"beside": own.name, **medians, "repeats": list(repeats)})
+        rows.append({"beside": gap.name, **medians, "repeats": list(repeats)})
     return Result({"model": model.name, "gaps": rows}, [Table(rows)])
 
 

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> Result:
             for prompt in prompts:
                 hit(second, prompt)
 
-        far = {f"S3, {own:g} ms": f"{own / 1e3}s" for own in args.delay_ms}
+        far = {f"S3, {delay:g} ms": f"{delay / 1e3}s" for delay in args.delay_ms}
         ways = {COMPUTED: first, DRIVE: first, KEPT: second} | dict.fromkeys(far, third)
         found: dict[str, list[tuple[float, list[Asked]]]] = {name: [] for name in ways}
         turns = itertools.cycle(prompts)
@@ -95,10 +95,10 @@ def run(args: argparse.Namespace) -> Result:
                 found[name].append((took, reads))
         for server in (first, second, third):
             server.check_log()
-    seconds = {name: [took for took, _ in own[1:]] for name, own in found.items()}
-    rows = [{"way": name, **spread(own, seconds[DRIVE])} for name, own in seconds.items()]
-    for row, own in zip(rows[3:], [found[name] for name in far], strict=True):
-        row |= counted([reads for _, reads in own[1:]])
+    seconds = {name: [took for took, _ in hits[1:]] for name, hits in found.items()}
+    rows = [{"way": name, **spread(times, seconds[DRIVE])} for name, times in seconds.items()]
+    for row, hits in zip(rows[3:], [found[name] for name in far], strict=True):
+        row |= counted([reads for _, reads in hits[1:]])
     return Result({"model": model.name, "rows": rows}, [Table(rows)])
 
 
@@ -106,9 +106,9 @@ def spread(seconds: Sequence[float], base: Sequence[float]) -> Row:
     """Median in ms, and of the ratio to another way in the same round, each with its interval."""
     found = {"ttft_ms": np.array(seconds) * 1e3, "ratio": np.divide(seconds, base)}
     row = Row()
-    for name, own in found.items():
-        low, high = interval([own], of=np.median)
-        row |= {name: float(np.median(own)), f"{name}_low": low, f"{name}_high": high}
+    for name, values in found.items():
+        low, high = interval([values], of=np.median)
+        row |= {name: float(np.median(values)), f"{name}_low": low, f"{name}_high": high}
     return {name: round(value, 1 if value >= 10 else 3) for name, value in row.items()}
 
 
@@ -123,11 +123,11 @@ def hit(server: Server, prompt: Sequence[int], custom: Mapping[str, Any] | None 
 
 def counted(hits: Sequence[Sequence[Asked]]) -> Row:
     """What the endpoint counted."""
-    reads = [own for one in hits for own in one]
+    reads = [read for one in hits for read in one]
     return {
         "reads": round(len(reads) / len(hits), 1),
-        "read_kb": round(statistics.median(own.size for own in reads) / 1024),
-        "together": max(own.together for own in reads),
+        "read_kb": round(statistics.median(read.size for read in reads) / 1024),
+        "together": max(read.together for read in reads),
     }
 
 

@@ -86,5 +86,5 @@ def ask(args: argparse.Namespace, server: Server, folder: Path, model: Path) -> 
         "tokens_per_s": round(told["total_throughput"], 1),
         "itl_p99": round(told["p99_itl_ms"], 1),
         "cached": round(told["cache_report"]["cache_hit_rate_pct"] / 100, 4),
-        "ttfts": [round(own * 1e3, 2) for own in told["ttfts"]],
+        "ttfts": [round(ttft * 1e3, 2) for ttft in told["ttfts"]],
     }

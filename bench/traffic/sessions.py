@@ -72,15 +72,17 @@ def read_sessions(path: Path) -> list[Session]:
 
 def _agent(number: int, told: dict[str, Any]) -> Session:
     found, before = [], 0.0
-    for own in told["requests"]:
-        if own.get("hash_ids"):
-            pause = own["t"] - before - own.get("api_time", 0.0)
+    for request in told["requests"]:
+        if request.get("hash_ids"):
+            pause = request["t"] - before - request.get("api_time", 0.0)
             # Ids of blocks are those of their session.
-            blocks = tuple(number * SESSION_IDS + block for block in own["hash_ids"])
-            think = own.get("think_time", max(0.0, pause))
-            turn = Turn(own["t"], blocks, told["block_size"], own["in"], own["out"], think)
+            blocks = tuple(number * SESSION_IDS + block for block in request["hash_ids"])
+            think = request.get("think_time", max(0.0, pause))
+            turn = Turn(
+                request["t"], blocks, told["block_size"], request["in"], request["out"], think
+            )
             found.append(turn)
-            before = own["t"]
+            before = request["t"]
     return found
 
 
@@ -88,11 +90,11 @@ def _follow(requests: Iterable[dict[str, Any]]) -> list[Session]:
     """A request goes on from the one whose blocks, but for the last one, are its first."""
     sessions: list[list[Turn]] = []
     latest: dict[tuple[int, ...], list[Turn]] = {}
-    for own in requests:
-        blocks = tuple(own["hash_ids"])
+    for request in requests:
+        blocks = tuple(request["hash_ids"])
         known = (latest.pop(blocks[:size], None) for size in range(len(blocks), 1, -1))
         session = next((found for found in known if found), None)
-        at = own["timestamp"] / 1e3
+        at = request["timestamp"] / 1e3
         if session is None:
             session = []
             sessions.append(session)
@@ -100,8 +102,8 @@ def _follow(requests: Iterable[dict[str, Any]]) -> list[Session]:
             at,
             blocks,
             MOONCAKE_BLOCK,
-            own["input_length"],
-            own["output_length"],
+            request["input_length"],
+            request["output_length"],
             at - session[-1].at if session else 0.0,
         )
         session.append(turn)

@@ -59,9 +59,9 @@ def measure(
     with servers(args) as pool:
         for mbps, system in itertools.product(args.mbps, args.systems):
             name = f"{system}-{mbps:g}"
-            how, own = flags_of(system, pool.folder / f"kv-{name}", host_bytes, mbps)
-            own += args.server_flag if how["preload"] == OURS else []
-            with pool.running(name, model, args.dtype, *flags, *own, **how) as server:
+            how, options = flags_of(system, pool.folder / f"kv-{name}", host_bytes, mbps)
+            options += args.server_flag if how["preload"] == OURS else []
+            with pool.running(name, model, args.dtype, *flags, *options, **how) as server:
                 if how["preload"] == OURS:
                     server.emulate_ssd(mbps)
                 # First requests take longer.
@@ -104,9 +104,9 @@ def file_bytes(pid: int) -> tuple[int, int]:
     for process in (main, *main.children(recursive=True)):
         # It has ended, or the kernel does not say.
         with contextlib.suppress(psutil.Error, NotImplementedError):
-            own = process.io_counters()
-            read += max(own.read_bytes, own.read_chars)
-            written += max(own.write_bytes, own.write_chars)
+            counters = process.io_counters()
+            read += max(counters.read_bytes, counters.read_chars)
+            written += max(counters.write_bytes, counters.write_chars)
     return read, written
 
 
@@ -122,8 +122,8 @@ def compare(rows: Sequence[Row]) -> None:
         for name, of in (("p50_ratio", np.median), ("mean_ratio", np.mean)):
 
             def ratio(drawn: Any, axis: int = 0, of: Callable[..., Any] = of) -> Any:
-                own, base = of(drawn, axis=axis).T
-                return own / base
+                values, base = of(drawn, axis=axis).T
+                return values / base
 
             low, high = interval([pairs], of=ratio)
             row[name] = f"{ratio(pairs):.2f} [{low:.2f}, {high:.2f}]"

@@ -70,9 +70,11 @@ def run(args: argparse.Namespace) -> Result:
     text = "\n".join(row["text"] for row in read_rows(args.data, "wikitext2"))
     tokens = load_tokenize(model)(text)
     scale = Scale(tokens, args.divide, args.hurry, args.longest_pause, args.seed)
-    sessions = [own[: args.turns] for own in choose(read_sessions(args.trace), args.sessions)]
+    sessions = [
+        session[: args.turns] for session in choose(read_sessions(args.trace), args.sessions)
+    ]
     working_set = scale.working_set(sessions)
-    longest = max(len(scale.ask(turn).tokens) for own in sessions for turn in own)
+    longest = max(len(scale.ask(turn).tokens) for session in sessions for turn in session)
     room = int(max(args.pool_share * working_set, LEAST_ROOM * longest)) + SPARE_TOKENS
     room -= room % PAGE_TOKENS
     told = {
@@ -89,16 +91,16 @@ def run(args: argparse.Namespace) -> Result:
 
 def choose(sessions: Sequence[Session], count: int) -> list[Session]:
     """The first sessions in which somebody asks again."""
-    several = [own for own in sessions if len(own) > 1]
-    return sorted(several, key=lambda own: own[0].at)[:count]
+    several = [session for session in sessions if len(session) > 1]
+    return sorted(several, key=lambda session: session[0].at)[:count]
 
 
 def replay(server: Server, sessions: Sequence[Session], scale: Scale, at_once: int) -> Row:
     """Play all sessions; the figures of it."""
     began = time.perf_counter()
     with ThreadPoolExecutor(at_once) as pool:
-        played = list(pool.map(lambda own: play(server, own, scale), sessions))
-    return describe([asked for own in played for asked in own], time.perf_counter() - began)
+        played = list(pool.map(lambda session: play(server, session, scale), sessions))
+    return describe([asked for session in played for asked in session], time.perf_counter() - began)
 
 
 def play(server: Server, session: Sequence[Turn], scale: Scale) -> list[Asked]:
@@ -111,18 +113,18 @@ def play(server: Server, session: Sequence[Turn], scale: Scale) -> list[Asked]:
         came = list(server.stream(ask.tokens, ask.answer_tokens))
         meta = came[-1].meta
         details = meta.get("cached_tokens_details") or {"device": meta["cached_tokens"]}
-        cached = Counter({name: own for name, own in details.items() if isinstance(own, int)})
+        cached = Counter({name: count for name, count in details.items() if isinstance(count, int)})
         found.append(Asked(began, came, len(ask.tokens), cached))
     return found
 
 
 def describe(asked: Sequence[Asked], seconds: float) -> Row:
     """The figures of requests."""
-    first = [(own.came[0].at - own.began) * 1e3 for own in asked]
-    gaps = [gap * 1e3 for own in asked for gap in gaps_of(own.came)] or [0.0]
-    prompts = sum(own.prompt_tokens for own in asked)
-    cached = sum((own.cached for own in asked), Counter[str]())
-    tokens = prompts + sum(own.came[-1].tokens for own in asked)
+    first = [(request.came[0].at - request.began) * 1e3 for request in asked]
+    gaps = [gap * 1e3 for request in asked for gap in gaps_of(request.came)] or [0.0]
+    prompts = sum(request.prompt_tokens for request in asked)
+    cached = sum((request.cached for request in asked), Counter[str]())
+    tokens = prompts + sum(request.came[-1].tokens for request in asked)
     ttft = {
         f"ttft_p{percent}": round(float(np.percentile(first, percent)), 1)
         for percent in (50, 95, 99)
@@ -134,5 +136,5 @@ def describe(asked: Sequence[Asked], seconds: float) -> Row:
         "cached": ratio(cached.total(), prompts),
         "cached_tokens": dict(cached),
         "seconds": round(seconds, 1),
-        "ttfts": [round(own, 2) for own in first],
+        "ttfts": [round(ttft, 2) for ttft in first],
     }
