@@ -13,8 +13,6 @@ from impress_sglang.loops.jit import compiled, tuple_type
 from impress_sglang.loops.types import Indices, Int32s, Uint8s
 
 _SSD = 0
-# If more than one in this many members leave, it is faster to build the heap again.
-REBUILD_SHARE = 16
 
 
 class Heaps(NamedTuple):
@@ -93,20 +91,6 @@ def leave(heaps: Heaps, row: int, chunk: int) -> None:
             _rise(heaps, row, at, last, noted)
         else:
             _sink(heaps, row, at, last, noted)
-
-
-@compiled((HEAPS, "int64"), makes_arrays=False)
-def leave_marked(heaps: Heaps, row: int) -> None:
-    """Remove the members whose entry in `places` is 0, and put the others in order again."""
-    size = 0
-    for at in range(1, heaps.sizes[row] + 1):
-        chunk = heaps.members[row, at]
-        if heaps.places[chunk]:
-            size += 1
-            _put(heaps, row, size, chunk, heaps.noted[row, at])
-    heaps.sizes[row] = size
-    for at in range(size // 2, 0, -1):
-        _sink(heaps, row, at, heaps.members[row, at], heaps.noted[row, at])
 
 
 @compiled((HEAPS, "int64"), makes_arrays=False)

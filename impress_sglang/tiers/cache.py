@@ -1,4 +1,7 @@
-"""The two chunk caches: placement of chunks and the slabs that hold their bytes.
+"""The two chunk caches: placement of chunks and the memory that holds their bytes, in pages.
+
+The pages of a chunk need not be neighbours, so that chunks of different sizes share the memory
+without fragments.
 
 The order of a read is fixed: `access` decides; rows are taken from where chunks were *before* that;
 then `settle` carries the moves out, with what was read from SSD. No page changes in between.
@@ -17,47 +20,8 @@ from impress_sglang.loops.types import Floats, Indices
 from impress_sglang.storage.files import AlignedMemory
 from impress_sglang.storage.layout import BLOCK_BYTES, round_up
 from impress_sglang.tiers.copying import CopyStream, Fence, PageCopier, pin_memory
-from impress_sglang.tiers.placement import CACHES, Access, Moves, Placement, Tier
+from impress_sglang.tiers.placement import CACHES, Access, Placement, Tier
 from impress_sglang.tiers.rules import Ids, ReplacementRule
-
-
-class Slab:
-    """The memory of a cache, on one device, cut into pages.
-
-    The pages of a chunk need not be neighbours, so that chunks of different sizes share the memory
-    without fragments.
-    """
-
-    pages: Tensor
-    """uint8 [pages, page_bytes]."""
-
-    def __init__(
-        self, page_bytes: int, num_pages: int, device: torch.device, *, option: str, pin: bool
-    ) -> None:
-        """Allocate the pages; `pin`: pin host memory, so that an accelerator reads it directly.
-
-        If there is not enough memory, a `ConfigError` names `option`.
-        """
-        size = num_pages, page_bytes
-        num_bytes = num_pages * page_bytes
-        try:
-            if device.type == "cpu" and num_pages:
-                # The tensor keeps the bytes alive; they stay pinned as long as this object exists.
-                self._memory = memory = AlignedMemory(round_up(num_bytes, BLOCK_BYTES))
-                if pin:
-                    pin_memory(memory)
-                else:
-                    # There, not only promised, so that no request waits for it later.
-                    memory.words[:: BLOCK_BYTES // memory.words.itemsize] = 0
-                flat = torch.frombuffer(memory.view, dtype=torch.uint8, count=num_bytes)
-                self.pages = flat.view(size)
-            else:
-                self.pages = torch.empty(size, dtype=torch.uint8, device=device)
-        except (RuntimeError, OSError) as error:
-            raise ConfigError(
-                f"{num_bytes / 1e9:.1f} GB for chunks cannot be allocated on {device}; lower "
-                f"{option}: {error}"
-            ) from error
 
 
 class ChunkCache:
@@ -73,24 +37,44 @@ class ChunkCache:
         device_bytes: int,
         host_bytes: int,
     ) -> None:
-        """Allocate both slabs, for chunks of at most `max_chunk_pages` pages."""
+        """Allocate both, for chunks of at most `max_chunk_pages` pages.
+
+        If there is not enough memory, a `ConfigError` names the option.
+        """
         self.device, self._page_bytes, self._width = device, page_bytes, max_chunk_pages
         on_gpu = device.type == "cuda"
         sizes = device_bytes // page_bytes, host_bytes // page_bytes
         self.placement = Placement(rule, *sizes, max_chunk_pages)
-        places = {
-            Tier.DEVICE: (sizes[0], device, "--impress-device-gb", False),
-            Tier.HOST: (sizes[1], torch.device("cpu"), "--impress-host-gb", on_gpu),
-        }
-        self.slabs: dict[int, Slab] = {
-            tier: Slab(page_bytes, count, where, option=option, pin=pin)
-            for tier, (count, where, option, pin) in places.items()
-        }
-        """The memory from which cached chunks are read, by tier."""
+        # Keeps what is pinned so.
+        self._memories = list[AlignedMemory]()
+        self.pages: dict[int, Tensor] = {}
+        """By tier, the memory from which cached chunks are read: uint8 [pages, page_bytes]."""
+        for tier, where in ((Tier.DEVICE, device), (Tier.HOST, torch.device("cpu"))):
+            try:
+                self.pages[tier] = self._allocate(self.placement.capacity[tier], where, pin=on_gpu)
+            except (RuntimeError, OSError) as error:
+                raise ConfigError(
+                    f"{self.placement.capacity[tier] * page_bytes / 1e9:.1f} GB for chunks cannot "
+                    f"be allocated on {where}; lower --impress-{tier.name.lower()}-gb: {error}"
+                ) from error
         self.copy_stream = CopyStream(device)
         """Moves chunks; readers on the device call `join` before and `note_reading` after."""
         self.copier = PageCopier(page_bytes, device, kernels=on_gpu)
         """Copies pages from and to the slabs."""
+
+    def _allocate(self, count: int, device: torch.device, *, pin: bool) -> Tensor:
+        """Allocate pages on a device; `pin` those of the host, for an accelerator to read."""
+        size, num_bytes = (count, self._page_bytes), count * self._page_bytes
+        if device.type != "cpu" or not count:
+            return torch.empty(size, dtype=torch.uint8, device=device)
+        memory = AlignedMemory(round_up(num_bytes, BLOCK_BYTES))
+        self._memories.append(memory)
+        if pin:
+            pin_memory(memory)
+        else:
+            # There, not only promised, so that no request waits for it later.
+            memory.words[:: BLOCK_BYTES // memory.words.itemsize] = 0
+        return torch.frombuffer(memory.view, dtype=torch.uint8, count=num_bytes).view(size)
 
     def emptied(self, rule: ReplacementRule) -> ChunkCache:
         """An empty cache that takes over the memory; this one must not be read any more."""
@@ -98,13 +82,13 @@ class ChunkCache:
         taken = copy.copy(self)
         sizes = self.placement.capacity
         taken.placement = Placement(rule, sizes[Tier.DEVICE], sizes[Tier.HOST], self._width)
-        self.slabs = {}
+        self.pages, self._memories = {}, []
         return taken
 
     def begins(self, memory_address: int = 0) -> Ids:
         """Where frames of each tier begin in memory, int64 [tiers]; those of SSD are in memory."""
-        host, device = (self.slabs[own].pages.data_ptr() for own in (Tier.HOST, Tier.DEVICE))
-        return np.array([memory_address, host, device])
+        caches = (self.pages[tier].data_ptr() for tier in (Tier.HOST, Tier.DEVICE))
+        return np.array([memory_address, *caches])
 
     def expect(self, firsts: Ids, turns: Ids) -> None:
         """Note that requests wait for runs of neighbouring chunks, with the same turns in each run.
@@ -128,10 +112,16 @@ class ChunkCache:
         may have a rest of any content. Returns a fence before which that memory must not change;
         None if nothing moves.
         """
-        moves, size = access.moves, self._page_bytes
+        moves, size, begins = access.moves, self._page_bytes, self.begins()
         if not len(moves):
             return None
-        sources, targets = self._addresses(moves, loaded, addresses)
+        starts, order = begins[moves.sources], np.argsort(moves.chunks)
+        place = order[np.searchsorted(moves.chunks, loaded, sorter=order)]
+        assert np.array_equal(moves.chunks[place], loaded) and not moves.sources[place].any()
+        starts[place] = addresses
+        # Of each page, chunk after chunk.
+        sources = np.repeat(starts, moves.counts) + moves.source_pages * size
+        targets = np.repeat(begins[moves.targets], moves.counts) + moves.target_pages * size
         cached = np.flatnonzero(np.repeat(moves.sources != Tier.SSD, moves.counts))
         with self.copy_stream.after_reading():
             if len(cached) and np.isin(targets, sources[cached]).any():
@@ -142,22 +132,6 @@ class ChunkCache:
                 sources[cached] = kept
             return self.copier.copy(sources, targets)
 
-    def _addresses(self, moves: Moves, loaded: Ids, addresses: Indices) -> tuple[Indices, Indices]:
-        """Where the pages of chunks are and where they go, int64 [pages], chunk after chunk."""
-        begins, places = self.begins(), np.arange(moves.target_pages.shape[1])
-        # Where those begin that were read.
-        starts, order = np.zeros(len(moves), np.int64), np.argsort(moves.chunks)
-        place = order[np.searchsorted(moves.chunks, loaded, sorter=order)]
-        assert np.array_equal(moves.chunks[place], loaded) and not moves.sources[place].any()
-        starts[place] = addresses
-        on_ssd = (moves.sources == Tier.SSD)[:, None]
-        sources = np.where(on_ssd, places, moves.source_pages) * self._page_bytes
-        sources += (begins[moves.sources] + starts)[:, None]
-        targets = moves.target_pages.astype(np.int64) * self._page_bytes
-        targets += begins[moves.targets][:, None]
-        used = places < moves.counts[:, None]
-        return sources[used], targets[used]
-
     def abandon(self, access: Access) -> None:
         """Give up an access whose read failed: chunks that were to move are in no cache then."""
         self.placement.drop(access.moves.chunks)
@@ -165,7 +139,8 @@ class ChunkCache:
     def close(self) -> None:
         """Free the memory; nothing can be read or placed any more."""
         self._synchronize()
-        self.slabs.clear()
+        self.pages.clear()
+        self._memories.clear()
 
     def _synchronize(self) -> None:
         """Wait for the device, because kernels on any stream may still be reading."""

@@ -17,14 +17,12 @@ import numpy.typing as npt
 
 from impress_sglang.loops import heaps, placing
 from impress_sglang.loops.heaps import Heaps
-from impress_sglang.loops.placing import Caches, Touched
+from impress_sglang.loops.placing import Caches, Journal
 from impress_sglang.loops.types import Floats
 from impress_sglang.threads import locked
 from impress_sglang.tiers.rules import Ids, ReplacementRule, grown
 
-Pages = npt.NDArray[np.int32]
 _FIRST_CHUNKS = 1024
-_FIRST_TOUCHED = 4096
 _NEVER = 1 << 62
 
 
@@ -44,23 +42,17 @@ _SSD, _HOST, _DEVICE = int(Tier.SSD), int(Tier.HOST), int(Tier.DEVICE)
 class Moves:
     """Chunks whose bytes must be moved to another place, each once.
 
-    `chunks` int64 [n]; `sources` and `targets` uint8 [n], `Tier` values; `source_pages` and
-    `target_pages` int32 [n, width], of which a chunk uses the first `counts` uint16 [n], but no
-    `source_pages` if it comes from SSD.
+    `chunks` int64 [n] take `counts` uint16 [n] pages; `sources` and `targets` uint8 [n] are `Tier`
+    values. `source_pages` and `target_pages` int64 are those of one chunk after another; from SSD
+    come 0, 1, 2, ... of a chunk.
     """
 
     chunks: Ids
     counts: npt.NDArray[np.uint16]
     sources: npt.NDArray[np.uint8]
-    source_pages: Pages
+    source_pages: Ids
     targets: npt.NDArray[np.uint8]
-    target_pages: Pages
-
-    @classmethod
-    def none(cls) -> Moves:
-        """Nothing moves."""
-        tiers, pages = np.empty(0, np.uint8), np.empty((0, 0), np.int32)
-        return cls(np.empty(0, np.int64), np.empty(0, np.uint16), tiers, pages, tiers, pages)
+    target_pages: Ids
 
     def __len__(self) -> int:
         return len(self.chunks)
@@ -70,17 +62,21 @@ class Moves:
         return int(self.counts[self.targets == tier].sum(dtype=np.int64))
 
 
+_NO_TIERS, _NO_PAGES = np.empty(0, np.uint8), np.empty(0, np.int64)
+_NO_MOVES = Moves(_NO_PAGES, np.empty(0, np.uint16), _NO_TIERS, _NO_PAGES, _NO_TIERS, _NO_PAGES)
+
+
 @dataclasses.dataclass(slots=True)
 class Access:
     """Where the accessed chunks were, in the order of the ids, and what moves now.
 
-    `tiers` uint8 [n]; `pages` int32 [n, most of any chunk], of which a chunk uses the first few,
-    empty if none was cached; `kept` bool [n]: found on SSD and to be cached now, so that the whole
-    chunk is wanted.
+    `tiers` uint8 [n]; `pages` int64, of one chunk after another, counted within the chunk if that
+    was on SSD, and empty if none was cached; `kept` bool [n]: found on SSD and to be cached now, so
+    that the whole chunk is wanted.
     """
 
     tiers: npt.NDArray[np.uint8]
-    pages: Pages
+    pages: Ids
     kept: npt.NDArray[np.bool_]
     moves: Moves
 
@@ -147,8 +143,8 @@ class Placement:
         """Begin with empty caches; capacities are in pages. A chunk with no page, or with more than
         `max_chunk_pages`, is never cached."""
         self._lock = threading.RLock()
-        # How many chunks went from tier to tier, by 3 * source + target.
-        self._moved = np.zeros(9, np.int64)
+        self.dropped = 0
+        """How many chunks have left the caches to make room for others."""
         self.evicted_scores: dict[int, float] = {}
         """By tier: the score, at that time, of the last chunk that left it for a lower one; see
         `ReplacementRule.score`."""
@@ -158,9 +154,6 @@ class Placement:
         # Every chunk in a cache has at least one page.
         most = max(host_pages, device_pages)
         capacity = np.array([host_pages, device_pages])
-        stacks = np.zeros((2, most), np.int32)
-        for row, own in zip(stacks, capacity.tolist(), strict=True):
-            row[:own] = np.arange(own)[::-1]
         none, places = np.zeros(0, np.uint8), np.zeros(0, np.int32)
         members, noted = np.zeros((2, 2, 1 + most), np.int64)
         self._caches = Caches(
@@ -168,23 +161,17 @@ class Placement:
             num_pages=np.zeros(0, np.uint16),
             first=places,
             following=np.zeros((2, most), np.int32),
-            stacks=stacks,
             free=capacity.copy(),
+            first_free=np.zeros(2, np.int64),
             capacity=capacity,
             heaps=Heaps(members, noted, np.zeros(2, np.int64), places, self._rule.priorities),
         )
         displaced, dropped = np.zeros((2, width), np.int64)
-        sources, pages = none, np.zeros((0, width), np.int32)
-        self._touched = Touched(displaced[:0], sources, pages, none, displaced, dropped)
-        self._make_touched(_FIRST_TOUCHED)
+        sizes = np.zeros(2, np.int64)
+        self._journal = Journal(_NO_PAGES, _NO_TIERS, _NO_PAGES, sizes, none, displaced, dropped)
         self._ids = IdRanges()
         self._grow(max(_FIRST_CHUNKS, host_pages + device_pages))
         self._touch_tables()
-
-    @property
-    def dropped(self) -> int:
-        """How many chunks have left the caches to make room for others."""
-        return int(self._moved[[3 * _HOST + _SSD, 3 * _DEVICE + _SSD]].sum())
 
     @property
     def enabled(self) -> bool:
@@ -249,69 +236,59 @@ class Placement:
         """
         tiers = self._caches.tiers.take(ids)
         cached = bool(np.count_nonzero(tiers))
-        pages = self._pages_of(ids) if cached else np.empty((0, 0), np.int32)
+        pages = self._pages_of(ids) if cached else _NO_PAGES
         if self.enabled:
             self._rule.record(ids, shares)
         if cached:
             heaps.note_falls(self._caches.heaps, ids, tiers)
         # If all chunks are on the device, nothing moves.
         settled = cached and int(tiers.min()) == _DEVICE
-        moves = self._place(ids, tiers) if self.enabled and not settled else Moves.none()
+        moves = self._place(ids, tiers) if self.enabled and not settled else _NO_MOVES
         if len(moves):
             kept = (tiers == _SSD) & (self._caches.tiers.take(ids) != _SSD)
         else:
             kept = np.zeros(len(ids), np.bool_)
         return Access(tiers, pages, kept, moves)
 
-    def _pages_of(self, ids: Ids) -> Pages:
-        """Pages of chunks [n, most of any]; entries behind a chunk's own are undefined."""
-        width = int(self._caches.num_pages.take(ids).max(initial=0))
-        return placing.pages_of(self._caches, ids, width)
+    def _pages_of(self, ids: Ids) -> Ids:
+        """Pages of chunks, one after another, as in `Access`."""
+        found = np.empty(self._caches.num_pages.take(ids).sum(dtype=np.int64), np.int64)
+        placing.put_pages(self._caches, ids, found)
+        return found
 
     def _place(self, ids: Ids, tiers: npt.NDArray[np.uint8]) -> Moves:
-        found = np.empty(len(ids), np.int64)
-        count, descending = placing.find_candidates(self._caches, ids, tiers, self._width, found)
-        if not count:
-            return Moves.none()
-        order = found[:count]
-        if not descending:
-            order = order[np.argsort(-self._rule.priorities[order], kind="stable")]
-        begin, refused, count = 0, self._width + 1, 0
-        while True:
-            begin, refused, count = placing.place(
-                self._caches, order, begin, refused, count, self._touched
+        caches, priorities = self._caches, self._rule.priorities.take(ids)
+        pages = caches.num_pages.take(ids)
+        able = (tiers != _DEVICE) & (pages > 0) & (pages <= self._width)
+        order = ids[able][np.argsort(-priorities[able], kind="stable")]
+        # Each chunk is noted once, and those that are cached have a page at least.
+        room = sum(self.capacity.values()) + len(ids) * self._width
+        if room > len(self._journal.chunks):
+            self._journal = self._journal._replace(
+                chunks=np.empty(room, np.int64),
+                sources=np.empty(room, np.uint8),
+                pages=np.empty(room, np.int64),
             )
-            if begin == len(order):
-                return self._moves(count)
-            self._make_touched(2 * len(self._touched.chunks), count)
+        placing.place(caches, order, self._journal)
+        return self._moves() if self._journal.sizes[0] else _NO_MOVES
 
-    def _moves(self, count: int) -> Moves:
-        """The moves of those touched chunks that are now somewhere else."""
-        caches, touched = self._caches, self._touched
-        evicted = np.full(2, -1)
-        moving, width = placing.sum_up(caches, touched, count, self._moved, evicted)
-        for tier, chunk in enumerate(evicted.tolist(), start=1):
-            if chunk >= 0:
-                self.evicted_scores[tier] = self._rule.score(chunk)
-        chunks = touched.chunks[:moving].copy()
-        return Moves(
-            chunks,
-            caches.num_pages.take(chunks),
-            touched.sources[:moving].copy(),
-            touched.pages[:moving, :width].copy(),
-            caches.tiers.take(chunks),
-            placing.pages_of(caches, chunks, width),
-        )
-
-    def _make_touched(self, size: int, kept: int = 0) -> None:
-        """Make room to remember where `size` chunks were, and at least those that one can touch."""
-        size = max(size, 1 + self._width + self._width**2)
-        chunks, sources = np.empty(size, np.int64), np.empty(size, np.uint8)
-        pages = np.empty((size, self._width), np.int32)
-        before = self._touched
-        for own, now in ((before.chunks, chunks), (before.sources, sources), (before.pages, pages)):
-            now[:kept] = own[:kept]
-        self._touched = before._replace(chunks=chunks, sources=sources, pages=pages)
+    def _moves(self) -> Moves:
+        """The moves of those chunks in the journal that are in a cache now; empties it."""
+        caches, journal = self._caches, self._journal
+        count, end = journal.sizes.tolist()
+        chunks, sources = journal.chunks[:count], journal.sources[:count]
+        journal.sizes[:] = journal.marks[chunks] = 0
+        targets, counts = caches.tiers.take(chunks), caches.num_pages.take(chunks)
+        for tier in CACHES:
+            left = chunks[(sources == tier) & (targets < tier)]
+            if len(left):
+                self.evicted_scores[tier] = self._rule.score(int(left[-1]))
+        self.dropped += int(np.count_nonzero((sources != _SSD) & (targets == _SSD)))
+        moving = targets != _SSD
+        pages = journal.pages[:end][np.repeat(moving, counts)]
+        chunks, sources = chunks[moving], sources[moving]
+        places = self._pages_of(chunks)
+        return Moves(chunks, counts[moving], sources, pages, targets[moving], places)
 
     def _grow(self, size: int) -> None:
         self._rule.resize(size)
@@ -324,7 +301,7 @@ class Placement:
                 places=grown(heaps.places, size), priorities=self._rule.priorities
             ),
         )
-        self._touched = self._touched._replace(marks=grown(self._touched.marks, size))
+        self._journal = self._journal._replace(marks=grown(self._journal.marks, size))
 
     @locked
     def check_integrity(self) -> None:
@@ -335,13 +312,13 @@ class Placement:
             row, members = tier - 1, np.flatnonzero(caches.tiers == tier)
             assert np.array_equal(np.sort(heaps.members[row, 1 : 1 + heaps.sizes[row]]), members)
             self.check_members(tier, 0, len(members))
-            pages = self._pages_of(members)
-            used = np.arange(pages.shape[1]) < caches.num_pages[members][:, None]
-            held = pages[used].tolist()
-            free = caches.stacks[row, : caches.free[row]].tolist()
-            assert sorted([*held, *free]) == list(range(self.capacity[tier]))
+            pages, page = self._pages_of(members).tolist(), int(caches.first_free[row])
+            for _ in range(int(caches.free[row])):
+                pages.append(page)
+                page = int(caches.following[row, page])
+            assert sorted(pages) == list(range(self.capacity[tier]))
         assert not heaps.places[caches.tiers == _SSD].any()
-        assert not self._touched.marks.any()
+        assert not self._journal.marks.any()
         owned = self._ids.owned(len(caches.tiers))
         assert not caches.tiers[~owned].any(), "a chunk without an owner is cached"
         assert not priorities[~owned].any()
@@ -351,12 +328,13 @@ class Placement:
 
         There are entries for as many chunks as can be cached; the lowest ids are used first.
         """
-        caches, heaps, marks = self._caches, self._caches.heaps, self._touched.marks
+        caches, heaps, marks = self._caches, self._caches.heaps, self._journal.marks
         self._rule.forget(0, len(caches.tiers))
         for table in (caches.tiers, caches.num_pages, caches.first, heaps.places, marks):
             table[:] = 0
         for row, own in enumerate(caches.capacity.tolist()):
-            for places in (caches.following, heaps.members, heaps.noted):
+            caches.following[row, :own] = np.arange(1, 1 + own)
+            for places in (heaps.members, heaps.noted):
                 places[row, : 1 + own] = 0
 
     @locked
@@ -376,6 +354,5 @@ class Placement:
         assert (noted <= heaps.priorities[members]).all()
         assert (heaps.noted[row, np.maximum(places // 2, 1)] <= noted).all()
         pages = self._pages_of(members)
-        used = pages[np.arange(pages.shape[1]) < caches.num_pages[members][:, None]]
-        assert ((used >= 0) & (used < capacity)).all()
+        assert ((pages >= 0) & (pages < capacity)).all()
         return 1 + first + most < end

@@ -184,10 +184,11 @@ class StoredSource(abc.ABC):
         shares = np.concatenate([own.shares for own in wanted.values()])
         access = self._cache.access(np.concatenate(ids), shares)
         try:
-            parts, start = [], 0
+            parts, start, page = [], 0, 0
             for (number, own), found in zip(wanted.items(), ids, strict=True):
                 place = slice(start, start := start + len(found))
-                parts.append(PartOfRead(number, own, found, place, access))
+                pages = access.pages[page : (page := page + len(own.all_blocks))]
+                parts.append(PartOfRead(number, own, found, place, access, pages))
             self._fetch(layer, parts, last=last)
             blocks = [part.take(self._cache) for part in parts]
             self._settle(parts, access)
@@ -349,9 +350,15 @@ class PartOfRead:
     __slots__ = ("buffer", "frames", "from_ssd", "ids", "kept", "number", "tiers", "wanted")
 
     def __init__(
-        self, number: int, wanted: Wanted, ids: Indices, place: slice, access: Access
+        self,
+        number: int,
+        wanted: Wanted,
+        ids: Indices,
+        place: slice,
+        access: Access,
+        pages: Indices,
     ) -> None:
-        """`number`: of the span; `place`: of the chunks in the access."""
+        """`number`: of the span; `place`: of the chunks in the access, which has these `pages`."""
         self.number, self.wanted, self.ids = number, wanted, ids
         self.buffer: LayerBuffer | None = None
         self.kept: Flags = access.kept[place]
@@ -359,12 +366,7 @@ class PartOfRead:
         self.from_ssd = wanted.missing(tiers == _SSD, self.kept)
         self.tiers, self.frames = np.repeat(tiers, wanted.count), wanted.all_blocks
         if tiers.any():
-            # Where the blocks of chunks in a cache are there.
-            self.frames = self.frames.copy()
-            cached = np.flatnonzero(self.tiers)
-            chunk = np.repeat(np.arange(len(tiers)), wanted.count)[cached]
-            inside = self.frames[cached] - wanted.first[chunk]
-            self.frames[cached] = access.pages[place][chunk, inside]
+            self.frames = np.where(self.tiers, pages, self.frames)
 
     def take(self, cache: ChunkCache) -> Tensor:
         """Its blocks; see `take_blocks`."""

@@ -114,8 +114,8 @@ def load_all(cache: ChunkCache, chunks: Tensor) -> list[int]:
     cache.placement.advance()
     found = cache.access(ids, np.ones(len(ids)))
     for chunk in np.flatnonzero(found.tiers != Tier.SSD):
-        pages = cache.slabs[found.tiers[chunk]].pages
-        assert torch.equal(pages[found.pages[chunk, 0]], chunks[chunk])
+        pages = cache.pages[found.tiers[chunk]]
+        assert torch.equal(pages[found.pages[chunk]], chunks[chunk])
     read = chunks.data_ptr() + ids[found.kept] * chunks.shape[1]
     cache.settle(found, ids[found.kept], read)
     cache.placement.check_integrity()

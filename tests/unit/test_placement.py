@@ -73,15 +73,16 @@ class Move:
 
 
 def each_move(access: Access) -> list[Move]:
-    moves = access.moves
+    moves, found, end = access.moves, [], 0
     columns = (moves.chunks, moves.counts, moves.sources, moves.targets)
-    found = []
-    for row, (chunk, count, source, target) in enumerate(
-        zip(*(column.tolist() for column in columns), strict=True)
-    ):
-        before = tuple(moves.source_pages[row, :count].tolist()) if source else ()
-        now = tuple(moves.target_pages[row, :count].tolist())
+    for chunk, count, source, target in zip(*(own.tolist() for own in columns), strict=True):
+        part = slice(end, end := end + count)
+        before, now = (
+            tuple(own[part].tolist()) for own in (moves.source_pages, moves.target_pages)
+        )
+        assert source or before == tuple(range(count)), "from SSD comes all of it"
         found.append(Move(chunk, Tier(source), before, Tier(target), now))
+    assert end == len(moves.source_pages) == len(moves.target_pages)
     return found
 
 
@@ -142,7 +143,7 @@ DAMAGE: dict[str, Damage] = {
     "a chunk without an owner": lambda p: corrupt(p._caches.tiers, 900, HOST),
     "two chunks in one page": lambda p: corrupt(p._caches.first, 0, p._caches.first[1]),
     "a wrong count": lambda p: corrupt(p._caches.heaps.sizes, 0, 5),
-    "a page free twice": lambda p: corrupt(p._caches.stacks, (0, 0), p._caches.stacks[0, 1]),
+    "a page free twice": lambda p: corrupt(p._caches.following, (0, 1), 1),
     "an entry lost": lambda p: corrupt(
         p._caches.heaps.members, (1, 1), p._caches.heaps.members[1, 2]
     ),
@@ -290,12 +291,12 @@ class PlacementMachine(RuleBasedStateMachine):
         by_id = {chunk: name for name, chunk in self.ids.items()}
         moved = {by_id[move.chunk]: move for move in each_move(found)}
         assert len(moved) == len(found.moves), "one move for a chunk"
+        ends = np.cumsum([self.model.sizes[name] for name in names])
         for number, name in enumerate(names):
             assert found.tiers[number] == before[name]
             if before[name] != Tier.SSD:
-                size = self.model.sizes[name]
-                pages = tuple(found.pages[number, :size].tolist())
-                assert (before[name], pages) == self.places[name]
+                pages = found.pages[ends[number] - self.model.sizes[name] : ends[number]]
+                assert (before[name], tuple(pages.tolist())) == self.places[name]
             assert found.kept[number] == (
                 before[name] == Tier.SSD and self.model.tier(name) != Tier.SSD
             )

@@ -61,7 +61,7 @@ class Frames:
             0, 256, (len(Tier), FRAMES, BLOCK_BYTES), dtype=torch.uint8, generator=generator
         )
         for tier in (Tier.DEVICE, Tier.HOST):
-            self.cache.slabs[tier].pages.copy_(self.blocks[tier])
+            self.cache.pages[tier].copy_(self.blocks[tier])
         self.memory = PooledMemory(size)
         self.memory.blocks.copy_(self.blocks[Tier.SSD])
 
@@ -109,7 +109,7 @@ def test_a_buffer_is_fenced_while_a_kernel_reads_it(kernels: None) -> None:
     # What it gave is its own: neither a buffer nor a cache.
     found.fill_(0)
     assert torch.equal(held.memory.blocks, held.blocks[Tier.SSD])
-    pages = held.cache.slabs[Tier.DEVICE].pages
+    pages = held.cache.pages[Tier.DEVICE]
     assert torch.equal(pages.view(torch.uint8), held.blocks[Tier.DEVICE])
 
 
