@@ -35,7 +35,13 @@ from impress_sglang.storage.directory import (
 )
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.storage.segment import FORMAT_VERSION, OpenSegment, Tokens, read_header
+from impress_sglang.storage.segment import (
+    FORMAT_VERSION,
+    OpenSegment,
+    SegmentInfo,
+    Tokens,
+    read_header,
+)
 from impress_sglang.store.disk import StoreDisk
 from impress_sglang.store.journal import Journal
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, namespace_text
@@ -233,14 +239,15 @@ def _in_use(path: Path) -> Unreachable:
     return Unreachable(f"{path} serves a running server: ask that, with --url")
 
 
-def check_file(path: Path) -> None:
-    """Read a segment file to its end.
+def check_file(path: Path) -> SegmentInfo:
+    """Read a segment file to its end; returns what it is.
 
     Raises:
         PrefixUnreadable: it is damaged, or cannot be read.
     """
     with contextlib.closing(OpenSegment(path, FILES, direct=False)) as segment:
         segment.check_all()
+        return segment.info
 
 
 def place_of(store: PrefixStore, which: Which) -> tuple[str | None, Tokens | None] | None:

@@ -17,8 +17,7 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from impress_sglang.cli import Refused, Unreachable
 from impress_sglang.cli.directory import (
@@ -40,15 +39,15 @@ from impress_sglang.storage.segment import (
     SEGMENT_SUFFIX,
     OpenSegment,
     SegmentHeader,
-    SegmentInfo,
     Tokens,
     encode_header,
-    read_header,
 )
 from impress_sglang.storage.writer import publishing
+from impress_sglang.store.places import Places
 from impress_sglang.store.prefix_hashes import prefix_digest
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredSegment
+from impress_sglang.store.tree import StoredTree
 
 CONTENTS = "contents.json"
 KIND = "impress-sglang prefixes"
@@ -102,108 +101,77 @@ def import_(root: Path, which: Which, path: Path) -> Row:
         Refused: it is damaged, of another model or namespace, or there is no room.
         Unreachable: the disk fails.
     """
-    namespace, folder, root = namespace_in(which), Exported(path), root.expanduser()
-    identity, shape = folder.infos[0].identity, folder.infos[0].shape
-    if folder.namespace != _keyed(folder.key, namespace):
+    namespace, root = namespace_in(which), root.expanduser()
+    told, exported = _read(path)
+    first = next(exported.segments()).info
+    if told["namespace"] != _keyed(told["key"], namespace):
         raise Refused("it belongs to another namespace: give its --extra-key and --cache-salt")
     with contextlib.suppress(Unreachable):
         names = [own.name for own in stores_in(root)]
-        if identity not in names:
+        if first.identity not in names:
             raise Refused(
-                f"{path} is of the model identity {identity}, and here are stores of "
+                f"{path} is of the model identity {first.identity}, and here are stores of "
                 f"{', '.join(names)} only: start its server here once"
             )
-    with opened(root / identity, shape) as store:
+    with opened(root / first.identity, first.shape) as store:
         now, name = time.time(), store.namespace(namespace)
-        new, copied, num_bytes = [], 0, 0
-        for number, own in enumerate(folder.infos):
-            prompt = folder.prompt(number)
-            match = store.tree.match(name, prompt, least=own.quality)
-            if not 0 < own.expires <= now and match.num_tokens < len(prompt):
-                digest = prefix_digest(name, prompt[: own.prefix_len])
-                here = dataclasses.replace(own, namespace=name, prefix_digest=digest)
-                new.append((StoredSegment(here, here.layout().file_bytes), prompt))
+        new, copied, num_bytes = list[tuple[StoredSegment, Tokens]](), 0, 0
+        for own in exported.segments():
+            info, prompt = own.info, own.prompt()
+            match = store.tree.match(name, prompt, least=info.quality)
+            if not 0 < info.expires <= now and match.num_tokens < len(prompt):
+                before = prompt[: info.prefix_len]
+                digest = prefix_digest(name, before)
+                here = dataclasses.replace(info, namespace=name, prefix_digest=digest)
+                new.append((StoredSegment(here, own.file_bytes), before))
         needed = sum(own.file_bytes for own, _ in new)
         left = FILES.free_bytes(root) - bytes_of(ImpressConfig().min_free_gb)
         if new and needed > left:
             raise Refused(
                 f"it takes {needed / 1e9:.3f} GB, and {max(left, 0) / 1e9:.3f} GB are free"
             )
-        for segment, prompt in new:
-            if store.tree.insert(segment, prompt[: segment.info.prefix_len]):
+        for segment, before in new:
+            if store.tree.insert(segment, before):
                 try:
-                    _copy(folder.file(segment.segment_id), store, segment)
+                    _copy(path / _file_of(segment.segment_id), store, segment)
                 except (OSError, PrefixUnreadable) as error:
                     raise Unreachable(f"{segment.segment_id} cannot be stored: {error}") from error
                 copied, num_bytes = copied + 1, num_bytes + segment.file_bytes
-    known, left_out = len(folder.infos) - len(new), len(new) - copied
-    counts = {"segments": copied, "known": known, "left_out": left_out}
-    return {"store": identity, **counts, "bytes": num_bytes}
+    counts = {"segments": copied, "known": len(exported) - len(new), "left_out": len(new) - copied}
+    return {"store": first.identity, **counts, "bytes": num_bytes}
 
 
-class Exported:
-    """A folder that was exported, read to its end and intact.
+def _read(path: Path) -> tuple[dict[str, Any], StoredTree]:
+    """The contents of a folder, and its segments, whole and each behind what it builds on.
 
     Raises:
         Refused: it cannot be read, was written by something else, or is damaged.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.infos: list[SegmentInfo] = []
-        """Its segments, each after the one that it builds on."""
-        try:
-            told = json.loads((path / CONTENTS).read_text(encoding="utf-8"))
-            if told["kind"] != KIND:
-                raise ValueError("it was written by something else")
-            self.key, self.namespace = str(told["key"]), told["namespace"]
-            if len(self.key.encode()) > hashlib.blake2b.MAX_KEY_SIZE:
-                raise ValueError("its key is too long")
-            self._above: list[int | None] = [above for _, above in told["segments"]]
-            for number, (name, above) in enumerate(told["segments"]):
-                if identity_in(name) != name or not (above is None or 0 <= above < number):
-                    raise ValueError("a segment has no place in it")
-                check_file(self.file(name))
-                self.infos.append(read_header(self.file(name), FILES).info)
-                self._check(number, name)
-            if not self.infos:
-                raise ValueError("there is nothing in it")
-        except _DAMAGE as error:
-            raise Refused(f"{path} is not a complete folder of prefixes: {error}") from error
-
-    def file(self, segment_id: str) -> Path:
-        """The file of a segment."""
-        return self._path / f"{segment_id}{SEGMENT_SUFFIX}"
-
-    def prompt(self, number: int) -> Tokens:
-        """All tokens from the start of a prompt to the end of a segment, int32 [n]."""
-        at: int | None = number
-        parts, stop = list[Tokens](), None
-        while at is not None:
-            own, above = self.infos[at], self._above[at]
-            parts.append(own.tokens[:stop])
-            stop = None if above is None else own.prefix_len - self.infos[above].prefix_len
-            at = above
-        return np.concatenate(parts[::-1])
-
-    def _check(self, number: int, name: str) -> None:
-        first, own, prompt = self.infos[0], self.infos[number], self.prompt(number)
-        alike = (first.identity, first.namespace, first.shape)
-        digest = prefix_digest(own.namespace, prompt[: own.prefix_len])
-        expires = isinstance(own.expires, int) and 0 <= own.expires < _LATEST
-        wrong = {
-            # A folder of this name will be made.
-            "is of no model": identity_in(own.identity) != own.identity,
-            "does not say when it expires": not expires,
-            "has a gap before it": len(prompt) != own.prefix_len + own.num_tokens,
-            "is not one of these": (
-                own.segment_id != name or (own.identity, own.namespace, own.shape) != alike
-            ),
-            "builds on something else": digest != own.prefix_digest,
-        }
-        for fault, is_wrong in wrong.items():
-            if is_wrong:
-                raise ValueError(f"segment {name} {fault}")
+    try:
+        told = json.loads((path / CONTENTS).read_text(encoding="utf-8"))
+        if told["kind"] != KIND or len(told["key"].encode()) > hashlib.blake2b.MAX_KEY_SIZE:
+            raise ValueError("it was written by something else")
+        found = []
+        for name, _ in told["segments"]:
+            if identity_in(name) != name:
+                raise ValueError(f"{name} is no segment")
+            info = check_file(path / _file_of(name))
+            first = found[0].info if found else info
+            alike = (name, first.identity, first.namespace, first.shape)
+            if (info.segment_id, info.identity, info.namespace, info.shape) != alike:
+                raise ValueError(f"segment {name} is not one of these")
+            if type(info.expires) is not int or not 0 <= info.expires < _LATEST:
+                raise ValueError(f"segment {name} does not say when it expires")
+            found.append(StoredSegment(info, info.layout().file_bytes))
+        # A folder of this name will be made.
+        if identity_in(found[0].info.identity) != found[0].info.identity:
+            raise ValueError("it is of no model")
+        tree = StoredTree()
+        if any(Places(tree).restore(found)):
+            raise ValueError("what a segment builds on is not there")
+    except _DAMAGE as error:
+        raise Refused(f"{path} is not a complete folder of prefixes: {error}") from error
+    return told, tree
 
 
 def _write(path: Path, namespace: str, store: PrefixStore, chosen: list[StoredSegment]) -> int:
@@ -274,6 +242,10 @@ def _chosen(store: PrefixStore, which: Which) -> list[StoredSegment]:
             found[own] = None
             left += [] if own.parent is None else [own.parent]
     return sorted(found, key=lambda own: own.info.prefix_len)
+
+
+def _file_of(segment_id: str) -> str:
+    return f"{segment_id}{SEGMENT_SUFFIX}"
 
 
 def _keyed(key: str, namespace: str) -> str:
