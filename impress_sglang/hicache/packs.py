@@ -92,19 +92,17 @@ def read_pack(files: FileSystem, path: Path, identity: bytes) -> dict[bytes, Pag
         BadPack: it is damaged, or the pack of other weights.
         OSError: it cannot be read.
     """
-    descriptor = files.open(path, os.O_RDONLY)
+    preamble = bytearray(_PREAMBLE.size)
     try:
-        preamble = bytearray(_PREAMBLE.size)
-        files.read(descriptor, 0, memoryview(preamble))
-        magic, count, digest, owner = _PREAMBLE.unpack(preamble)
-        if magic != _MAGIC or count > _MOST_PAGES:
-            raise BadPack("it is no pack of pages")
-        entries = bytearray(count * _ENTRY.size)
-        files.read(descriptor, _PREAMBLE.size, memoryview(entries))
+        with files.opened(path, os.O_RDONLY) as descriptor:
+            files.read(descriptor, 0, memoryview(preamble))
+            magic, count, digest, owner = _PREAMBLE.unpack(preamble)
+            if magic != _MAGIC or count > _MOST_PAGES:
+                raise BadPack("it is no pack of pages")
+            entries = bytearray(count * _ENTRY.size)
+            files.read(descriptor, _PREAMBLE.size, memoryview(entries))
     except EOFError as error:
         raise BadPack("it ends within its header") from error
-    finally:
-        files.close(descriptor)
     if _digest(count, owner + entries) != digest:
         raise BadPack("its header fails its checksum")
     if owner != identity:

@@ -228,11 +228,10 @@ class PageStore:
                 self._probes = []
                 self.health.probed(errors[0] or errors[1], readable=errors[0] is None)
             if Work.PROBE in self.health.due():
-                read, write = (
+                self._probes = [
                     self._reader.submit(self._try_read),
                     self._writer.submit(self._try_write),
-                )
-                self._probes = [read, write]
+                ]
             return self.health.readable if reading else self.health.writable
 
     def _await(self, future: Future[_T], what: str, *, reading: bool) -> _T | None:
@@ -285,21 +284,18 @@ class PageStore:
         view = buffer.view(last.stop - first.offset)
         flags = os.O_RDONLY | (os.O_DIRECT if self._direct else 0)
         try:
-            descriptor = self._files.open(self._folder / first.pack, flags)
+            with self._files.opened(self._folder / first.pack, flags) as descriptor:
+                self._files.read(descriptor, first.offset, view)
+                now = time.monotonic()
+                if now - self._noted.get(first.pack, -NOTE_SECONDS) >= NOTE_SECONDS:
+                    self._noted[first.pack] = now
+                    with contextlib.suppress(OSError):
+                        self._files.date(descriptor, time.time_ns())
         except FileNotFoundError:
             return None
-        try:
-            self._files.read(descriptor, first.offset, view)
-            now = time.monotonic()
-            if now - self._noted.get(first.pack, -NOTE_SECONDS) >= NOTE_SECONDS:
-                self._noted[first.pack] = now
-                with contextlib.suppress(OSError):
-                    self._files.date(descriptor, time.time_ns())
         except EOFError:
             # It fails its checksums.
             view[:] = bytes(len(view))
-        finally:
-            self._files.close(descriptor)
         return view
 
     def _write(self, name: str, content: memoryview) -> bool:

@@ -138,20 +138,6 @@ def test_pages_of_all_layouts_come_back(make: Make, layout: str, kind: str) -> N
     assert backend.batch_exists(HASHES) == 0
 
 
-def test_hicache_may_copy_pages_itself(make: Make) -> None:
-    """As its controller does without "interface_v1"."""
-    pool = host_pool("page_first")
-    backend = make(pool)
-    assert backend.batch_set(HASHES[:2], [pool.get_data_page(page * PAGE) for page in (2, 5)])
-    assert backend.set(HASHES[2], pool.get_data_page(3 * PAGE))
-    targets = [pool.get_dummy_flat_data_page() for _ in range(4)]
-    found = backend.batch_get(HASHES[:4], targets)
-    assert found[3] is None
-    for page, own in zip((2, 5, 3), found, strict=False):
-        assert torch.equal(own, page_of(pool, page))
-    assert torch.equal(backend.get(HASHES[1], targets[3]), page_of(pool, 5))
-
-
 def test_pages_of_another_form_are_others(make: Make) -> None:
     """Of other layouts, dtypes and pools, under the same hashes."""
     backend = make(pool := host_pool("layer_first"))
@@ -211,7 +197,6 @@ def test_pages_are_set_aside_while_weights_change(
     assert backend.batch_exists_v2(HASHES).kv_hit_pages == 0
     assert backend.batch_get_v1(HASHES[:2], slots(0, 1)) == [False] * 2
     assert backend.batch_set_v1(HASHES[2:3], slots(2)) == [False]
-    assert backend.batch_get(HASHES[:1], [pool.get_dummy_flat_data_page()]) == [None]
     weights.use_again()
     assert backend.batch_exists(HASHES) == 2
     weights.reopen("cd" * 16)
@@ -256,6 +241,8 @@ def test_what_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         make(pool, extra={"ssd_tb": 1})
     with pytest.raises(ConfigError, match="ssd-gb must be"):
         make(pool, extra={"ssd_gb": 0})
+    with pytest.raises(ConfigError, match=r"interface_v1: .impress hicache-config. prints it"):
+        make(pool, extra={"interface_v1": 0})
     with pytest.raises(UnsupportedError, match="pp_size > 1"):
         make(pool, pp_size=2)
     with pytest.raises(ConfigError, match="one of 5, 6"):

@@ -30,9 +30,11 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.observability.metrics_collector import StorageMetrics
 from torch import Tensor
 
+from impress_sglang.codes.groups.codec import DIM_GRAIN, GROUP_TOKENS, GroupLayout, encode_layer
+from impress_sglang.codes.groups.slots import restore
+from impress_sglang.codes.rows.fit import SINK_TOKENS
 from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.errors import ConfigError, NotCodable, UnsupportedError
-from impress_sglang.hicache.coding import PageCodec
 from impress_sglang.hicache.packs import KEY_BYTES
 from impress_sglang.hicache.pages import PageStore
 from impress_sglang.options import BITS, BITS_TEXT
@@ -41,6 +43,7 @@ from impress_sglang.plugin.factory import draft_runners, identity_of
 from impress_sglang.plugin.rank_groups import identity_of_rank, ranks_of
 from impress_sglang.plugin.weights import WeightWatch, watch_messages
 from impress_sglang.serving.ranks import Ranks
+from impress_sglang.threads import compute_alone
 
 logger = logging.getLogger(__name__)
 
@@ -56,42 +59,69 @@ _AXES = {
 
 
 class _Pool:
-    """A host pool of HiCache's: what its pages are called, and their bytes."""
+    """A host pool of HiCache's: what its pages are called, and their bytes.
+
+    Few bits are the codes that any model has (`codes.groups`). HiCache does not say which page
+    begins a sequence, nor what queries look at: the first tokens of each page, which may be
+    attention sinks, are kept as they are, and all channels count alike.
+    """
 
     def __init__(self, pool: Any, name: str, rank: str, bits: float | None = None) -> None:
         """`bits` per element of each page, or `UnsupportedError`; None: as they are."""
         self.pool = pool
         page = pool.get_dummy_flat_data_page()
-        self.page_bytes, self._dtype, self._codec = page.nbytes, page.dtype, None
+        self.page_bytes, self._dtype, self._codes = page.nbytes, page.dtype, None
         if bits is not None:
             if type(pool) is not MHATokenToKVPoolHost or pool.layout not in _AXES:
                 raise UnsupportedError(
                     f"a {type(pool).__name__} as {pool.layout} has no pages in few bits: drop bits"
                 )
-            shape = (2, pool.layer_num, pool.page_size, pool.head_num, pool.head_dim)
-            self._codec = PageCodec(shape, page.dtype, int(bits))
+            tokens, dim = pool.page_size, pool.head_dim
+            floats = (torch.float32, torch.bfloat16, torch.float16)
+            if tokens % GROUP_TOKENS or dim % DIM_GRAIN or page.dtype not in floats:
+                raise UnsupportedError(
+                    f"pages have few bits where they have a multiple of {GROUP_TOKENS} tokens "
+                    f"(--page-size), heads of a multiple of {DIM_GRAIN} and 16 or 32 bits: drop "
+                    "bits"
+                )
+            self._codes = GroupLayout(pool.head_num, dim, dim, int(bits))
+            self._shape = (2, pool.layer_num, tokens, pool.head_num, dim)
             self._axes = _AXES[pool.layout]
-            self._form = tuple(shape[axis] for axis in self._axes)
         form = (type(pool).__name__, pool.layout, page.dtype, page.nbytes, pool.page_size)
         place = (pool.start_layer, pool.end_layer, pool.storage_format_tag, rank, bits)
         self._salt = repr((str(name), *map(str, form), *map(str, place))).encode()
 
     def encode(self, page: Tensor) -> memoryview | None:
         """The bytes to store of a page; None if it has no codes."""
-        if self._codec is not None:
+        if self._codes is not None:
+            # On a thread of HiCache's, beside the model.
+            compute_alone()
+            form = [self._shape[axis] for axis in self._axes]
+            kvs = page.view(form).permute(self._axes)
             try:
-                page = self._codec.encode(page.view(self._form).permute(self._axes))
+                codes = encode_layer(self._codes, *kvs.flatten(1, 2))
             except NotCodable as error:
                 logger.warning("a page is not stored: %s", error)
                 return None
+            first = kvs[:, :, :SINK_TOKENS].contiguous().view(-1).view(torch.uint8)
+            page = torch.cat([codes.flatten(), first])
         return memoryview(page.contiguous().view(-1).view(torch.uint8).numpy())
 
     def decode(self, content: memoryview) -> Tensor:
         """The flat page that stored bytes stand for."""
-        if self._codec is None:
+        if self._codes is None:
             return torch.frombuffer(content, dtype=self._dtype)
-        codes = torch.frombuffer(content, dtype=torch.uint8)
-        return self._codec.decode(codes).permute(self._axes).flatten()
+        page = torch.empty(self._shape, dtype=self._dtype)
+        keys, values = page.flatten(1, 2)
+        size = len(keys) // GROUP_TOKENS * self._codes.group_bytes
+        codes, first = torch.frombuffer(content, dtype=torch.uint8).split(
+            [size, len(content) - size]
+        )
+        groups = codes.view(-1, self._codes.group_bytes)
+        restore(self._codes, groups, 0, torch.arange(len(keys)), keys, values)
+        sinks = page[:, :, :SINK_TOKENS]
+        sinks.copy_(first.clone().view(self._dtype).view(sinks.shape))
+        return page.permute(self._axes).flatten()
 
     def keys(self, hashes: Sequence[str]) -> list[bytes]:
         """Of pages that have this form."""
@@ -99,14 +129,6 @@ class _Pool:
             hashlib.blake2b(own.encode() + self._salt, digest_size=KEY_BYTES).digest()
             for own in hashes
         ]
-
-    def starts(self, hashes: Sequence[str], host_indices: Tensor | None) -> list[int] | None:
-        """Where each page begins; None if there are not as many."""
-        size = self.pool.page_size
-        if host_indices is None or host_indices.numel() != len(hashes) * size:
-            return None
-        starts: list[int] = host_indices[::size].tolist()
-        return starts
 
 
 class ImpressStorage(HiCacheStorage):
@@ -128,13 +150,16 @@ class ImpressStorage(HiCacheStorage):
             raise ConfigError(f"bits of HiCache's pages must be one of {BITS_TEXT}")
         if unknown := sorted(extra.keys() - _SGLANGS - _OPTIONS):
             raise ConfigError(f"unknown in the extra config of HiCache: {', '.join(unknown)}")
-        if not {"ssd_dir", "ssd_gb"} <= extra.keys():
-            raise ConfigError("the extra config of HiCache needs ssd_dir and ssd_gb")
+        if not {"ssd_dir", "ssd_gb"} <= extra.keys() or not extra.get("interface_v1"):
+            raise ConfigError(
+                "the extra config of HiCache needs ssd_dir, ssd_gb and interface_v1: `impress "
+                "hicache-config` prints it"
+            )
         own = {name: value for name, value in extra.items() if name in _OPTIONS}
         self._options = ImpressConfig.from_options(own)
         self._told = storage_config
         self._pools: dict[str, _Pool] = {}
-        self._host_pools: list[Any] = []
+        self.host_pools: list[Any] = []
         self._stats = StorageMetrics()
         if _noted is None:
             raise UnsupportedError(
@@ -153,9 +178,10 @@ class ImpressStorage(HiCacheStorage):
             raise UnsupportedError(
                 "pages of HiCache are not stored with --enable-dp-attention or a tp_lcm_size"
             )
-        self._weights.attach(self._open, self._host_pools)
+        self._weights.attach(self)
 
-    def _open(self, identity: str) -> PageStore:
+    def open_pages(self, identity: str) -> PageStore:
+        """The pages of the weights of an identity."""
         # The ranks of a model with MLA have the same pages, which the first of them writes.
         rank = 0 if self._told.is_mla_model else self._told.tp_rank
         name = f"{_FORMAT} {identity[:-4]} {rank}"
@@ -178,7 +204,7 @@ class ImpressStorage(HiCacheStorage):
         rank = "" if alike else f"{self._told.tp_rank}/{self._told.tp_size}"
         bits = self._bits if host_pool_name == PoolName.KV else None
         self._pools[host_pool_name] = _Pool(host_pool, host_pool_name, rank, bits)
-        self._host_pools.append(host_pool)
+        self.host_pools.append(host_pool)
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         pages = self._weights.pages
@@ -222,33 +248,10 @@ class ImpressStorage(HiCacheStorage):
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
         return {t.name: self._set(t.name, t.keys or [], t.host_indices) for t in transfers}
 
-    # Without "interface_v1", HiCache copies pages of its KV pool itself.
+    def _not_called(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError('HiCache calls it only without "interface_v1"')
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
-        return self.batch_get([key], [target_location])[0]
-
-    def batch_get(
-        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
-    ) -> list[Tensor | None]:
-        def put(place: int, page: Tensor) -> None:
-            target_locations[place].copy_(page)
-
-        found = self._read(self._pools[PoolName.KV], keys, put)
-        return [own if has else None for own, has in zip(target_locations, found, strict=True)]
-
-    def set(
-        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
-    ) -> bool:
-        return self.batch_set([key], [value])
-
-    def batch_set(
-        self,
-        keys: list[str],
-        values: Any = None,
-        target_locations: Any = None,
-        target_sizes: Any = None,
-    ) -> bool:
-        return all(self._write(self._pools[PoolName.KV], keys, lambda place: values[place]))
+    get = batch_get = set = batch_set = _not_called
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
@@ -266,50 +269,53 @@ class ImpressStorage(HiCacheStorage):
 
     def _get(self, name: str, hashes: list[str], host_indices: Tensor | None) -> list[bool]:
         own = self._pools[name]
-        if (starts := own.starts(hashes, host_indices)) is None:
-            return [False] * len(hashes)
         put = own.pool.set_from_flat_data_page
-        return self._read(own, hashes, lambda place, page: put(starts[place], page))
+        return self._moved(
+            own,
+            hashes,
+            host_indices,
+            "prefetch",
+            lambda pages, keys, starts: pages.get(
+                keys, lambda place, content: put(starts[place], own.decode(content))
+            ),
+        )
 
     def _set(self, name: str, hashes: list[str], host_indices: Tensor | None) -> list[bool]:
         own = self._pools[name]
-        if (starts := own.starts(hashes, host_indices)) is None:
-            return [False] * len(hashes)
-        return self._write(own, hashes, lambda place: own.pool.get_data_page(starts[place]))
+        page_at = own.pool.get_data_page
+        return self._moved(
+            own,
+            hashes,
+            host_indices,
+            "backup",
+            lambda pages, keys, starts: pages.set(
+                keys, lambda place: own.encode(page_at(starts[place]))
+            ),
+        )
 
-    def _read(
-        self, own: _Pool, hashes: Sequence[str], put: Callable[[int, Tensor], None]
+    def _moved(
+        self,
+        own: _Pool,
+        hashes: list[str],
+        host_indices: Tensor | None,
+        kind: str,
+        move: Callable[[PageStore, list[bytes], list[int]], list[bool]],
     ) -> list[bool]:
-        if (pages := self._weights.pages) is None:
+        """Which pages were moved; none unless there are slots for each of them.
+
+        SGLang's metrics of this `kind` are told how many, at how many GB/s.
+        """
+        pages, size = self._weights.pages, own.pool.page_size
+        if pages is None or host_indices is None or host_indices.numel() != len(hashes) * size:
             return [False] * len(hashes)
-
-        def take(place: int, content: memoryview) -> None:
-            put(place, own.decode(content))
-
         began = time.perf_counter()
-        found = pages.get(own.keys(hashes), take)
-        self._note(self._stats.prefetch_pgs, self._stats.prefetch_bandwidth, own, found, began)
-        return found
-
-    def _write(
-        self, own: _Pool, hashes: Sequence[str], page: Callable[[int], Tensor]
-    ) -> list[bool]:
-        if (pages := self._weights.pages) is None:
-            return [False] * len(hashes)
-
-        began = time.perf_counter()
-        found = pages.set(own.keys(hashes), lambda place: own.encode(page(place)))
-        self._note(self._stats.backup_pgs, self._stats.backup_bandwidth, own, found, began)
-        return found
-
-    def _note(
-        self, counts: list[int], rates: list[float], own: _Pool, found: list[bool], began: float
-    ) -> None:
-        """Note for SGLang's metrics how many pages went at how many GB/s."""
+        found = move(pages, own.keys(hashes), host_indices[::size].tolist())
         if self._told.enable_storage_metrics:
-            counts.append(sum(found))
-            seconds = time.perf_counter() - began
-            rates.append(sum(found) * own.page_bytes / seconds / 1e9)
+            seconds, count = time.perf_counter() - began, sum(found)
+            getattr(self._stats, f"{kind}_pgs").append(count)
+            rate = count * own.page_bytes / seconds / 1e9
+            getattr(self._stats, f"{kind}_bandwidth").append(rate)
+        return found
 
 
 _noted: Weights | None = None
@@ -323,9 +329,8 @@ class Weights:
         self._scheduler = scheduler
         self.identity = ""
         self.aside: str | None = None
-        self._open: Callable[[str], PageStore] | None = None
+        self._backend: ImpressStorage | None = None
         self._pages: PageStore | None = None
-        self._pools: Sequence[Any] = ()
 
     @functools.cached_property
     def context(self) -> Any:
@@ -352,15 +357,14 @@ class Weights:
         """The pages of these weights; None while the weights change, or without a backend."""
         return None if self.aside is not None else self._pages
 
-    def attach(self, open_pages: Callable[[str], PageStore], pools: Sequence[Any]) -> None:
-        """Open the pages of these weights, and of those that follow; `pools` will be HiCache's."""
+    def attach(self, backend: ImpressStorage) -> None:
+        """Open the pages of these weights, and then of those that follow, by HiCache's backend."""
         self.identity = self.identity or self.read()
-        self._open, self._pools = open_pages, pools
-        self._pages = open_pages(self.identity)
+        self._backend, self._pages = backend, backend.open_pages(self.identity)
 
     def detach(self) -> None:
         """Close the pages."""
-        pages, self._pages, self._open = self._pages, None, None
+        pages, self._pages, self._backend = self._pages, None, None
         if pages is not None:
             pages.close()
 
@@ -377,14 +381,14 @@ class Weights:
 
     def reopen(self, identity: str) -> None:
         """Serve other weights; if their pages cannot be opened, the next flush tries again."""
-        if self._open is None:
+        if self._backend is None:
             self.identity = identity
             return
         if self._pages is not None:
             self._pages.close()
         self.identity, self._pages = "", None
         try:
-            self._pages = self._open(identity)
+            self._pages = self._backend.open_pages(identity)
             self.identity = identity
         except ConfigError as error:
             logger.error("pages of the new weights are not used: %s", error)
@@ -402,9 +406,9 @@ class Weights:
 
     def _is_empty(self) -> bool:
         allocator = self._scheduler.token_to_kv_pool_allocator
-        sizes = [(pool.available_size(), pool.logical_size) for pool in self._pools]
-        return all(
-            free == size for free, size in [(allocator.available_size(), allocator.size), *sizes]
+        pools = () if self._backend is None else self._backend.host_pools
+        return allocator.available_size() == allocator.size and all(
+            pool.available_size() == pool.logical_size for pool in pools
         )
 
 
