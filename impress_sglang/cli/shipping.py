@@ -151,7 +151,7 @@ def _read(path: Path) -> tuple[dict[str, Any], StoredTree]:
         told = json.loads((path / CONTENTS).read_text(encoding="utf-8"))
         if told["kind"] != KIND or len(told["key"].encode()) > hashlib.blake2b.MAX_KEY_SIZE:
             raise ValueError("it was written by something else")
-        found = []
+        found = list[StoredSegment]()
         for name, _ in told["segments"]:
             if identity_in(name) != name:
                 raise ValueError(f"{name} is no segment")

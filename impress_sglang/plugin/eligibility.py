@@ -19,7 +19,7 @@ from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.serving.custom_params import STORE_KEY, store_wish_of
+from impress_sglang.serving.custom_params import STORE_KEY, params_of
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ REQUEST = _words("""
     dllm_initialized dllm_phase dllm_incomplete_ids dllm_algo_state dllm_block_offset
     dllm_has_literal_mask
 
-    impress_report
+    impress_report impress_sent
 """)
 
 # Of `SamplingParams`: how a token is chosen and when to stop. `n` is expanded before.
@@ -110,7 +110,7 @@ _MISSING = object()
 
 def store_refusal(req: Any) -> str | None:
     """Why the KVs of a request may not be stored; None if they may. `req` is SGLang's `Req`."""
-    if store_wish_of(req.sampling_params) is False:
+    if params_of(req.sampling_params).get(STORE_KEY) is False:
         return STORE_KEY
     return serve_refusal(req, _STORED_ONLY)
 

@@ -15,7 +15,7 @@ from impress_sglang.plugin.pools import Allocation, PoolLayers
 from impress_sglang.plugin.provenance import Provenance
 from impress_sglang.plugin.report_transport import attach
 from impress_sglang.plugin.tree_nodes import match_resident
-from impress_sglang.serving.custom_params import load_options_of, truncated_tokens_of
+from impress_sglang.serving.custom_params import TRUNCATED_KEY, load_options_of, params_of
 from impress_sglang.serving.job_queue import Waiter
 from impress_sglang.serving.kv_class import KVClass, marked
 from impress_sglang.serving.load_jobs import LoadJob
@@ -134,7 +134,7 @@ class KnownRequests:
         report.update(
             not_served=refusal,
             not_stored=store_refusal(req),
-            truncated_tokens=truncated_tokens_of(req.sampling_params),
+            truncated_tokens=params_of(req.sampling_params).get(TRUNCATED_KEY, 0),
         )
         # What cannot be served from the store shares nothing that may come from it.
         own = KVClass() if refusal is not None else service.class_of(wanted)

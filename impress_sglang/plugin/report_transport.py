@@ -8,19 +8,17 @@ nothing but text. A tree cache uses `attach` only; the rest are hooks.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
-from impress_sglang.serving.custom_params import truncated_tokens_of
+from impress_sglang.serving.custom_params import TRUNCATED_KEY, params_of
 from impress_sglang.serving.report import unused_report
 
 # Key of `meta_info`.
 REPORT_KEY = "impress"
-# Attributes of ours: of SGLang's `Req` (known to `eligibility.py`), of what its tokenizer
-# manager knows of a request, and of the input that requests are made of.
-_OF_REQUEST = "impress_report"
+# Attributes of ours, beside those of SGLang's `Req` (known to `eligibility.py`): of what its
+# tokenizer manager knows of a request, and of the input that requests are made of.
 _OF_STATE = "_impress_report"
 _OF_INPUT = "_impress_prompt_report"
 _MARK = "impress:"
@@ -29,23 +27,12 @@ Report: TypeAlias = dict[str, Any]
 _policy: str | None = None
 
 
-@dataclasses.dataclass(slots=True)
-class _Carried:
-    report: Report
-    sent: bool = False
-
-    @property
-    def used(self) -> Report | None:
-        """The report of an admitted request: `why` is explained when its first pass begins."""
-        return None if self.report["why"] is None else self.report
-
-
 def attach(req: Any, report: Report) -> None:
     """Give a request of SGLang's its report, which may be changed until the answer is sent.
 
     Its `why` is None until the request is in a pass.
     """
-    setattr(req, _OF_REQUEST, _Carried(report))
+    req.impress_report, req.impress_sent = report, False
 
 
 def opt_in(policy: str) -> None:
@@ -121,23 +108,20 @@ def share(obj: Any) -> None:
     setattr(obj, _OF_INPUT, [])
 
 
-def _carried(req: Any) -> _Carried | None:
-    carried: _Carried | None = getattr(req, _OF_REQUEST, None)
-    return carried
-
-
 def _told(req: Any) -> Report:
     """What the answer of a request says."""
-    carried = _carried(req)
-    used = None if carried is None else carried.used
-    return used or unused_report(_policy or "", truncated_tokens_of(req.sampling_params))
+    report: Report | None = getattr(req, "impress_report", None)
+    if report is None or report["why"] is None:
+        truncated = params_of(req.sampling_params).get(TRUNCATED_KEY, 0)
+        return unused_report(_policy or "", truncated)
+    return report
 
 
 def _to_send(req: Any) -> Report | None:
     if req.finished():
         return _told(req)
-    carried = _carried(req)
-    if carried is None or carried.sent or not req.stream:
+    report: Report | None = getattr(req, "impress_report", None)
+    if report is None or req.impress_sent or not req.stream:
         return None
-    carried.sent = True
-    return carried.used
+    req.impress_sent = True
+    return None if report["why"] is None else report

@@ -28,11 +28,11 @@ from impress_sglang.plugin.eligibility import store_refusal
 from impress_sglang.plugin.known import Known, KnownRequests, as_tokens
 from impress_sglang.plugin.pools import behind as behind_of
 from impress_sglang.plugin.tree_nodes import last_state, lock_states, lock_windows
-from impress_sglang.serving.custom_params import priority_of, store_wish_of, ttl_of
+from impress_sglang.serving.custom_params import PRIORITY_KEY, STORE_KEY, TTL_KEY, params_of
 from impress_sglang.serving.pool_reader import PoolLayerReader
 from impress_sglang.serving.sights import Sights
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.storage.segment import Tokens
+from impress_sglang.storage.segment import Priority, Tokens
 from impress_sglang.storage.writer import LayerReader
 from impress_sglang.store.content import meets
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
@@ -88,7 +88,7 @@ class WriteBack:
         if known.worth is not None or not self._service.in_use:
             return False
         tokens = req.origin_input_ids
-        if self.sights is None or store_wish_of(req.sampling_params) is True:
+        if self.sights is None or params_of(req.sampling_params).get(STORE_KEY):
             known.worth = len(tokens)
         if self._counted is None or len(tokens) < self._min_tokens:
             return False
@@ -293,6 +293,7 @@ class WriteBack:
         # Each slot is stored as the last token that it depends on; as the first ones, any is.
         rows = torch.cat([save.slots[:beyond], save.slots])
         tokens = as_tokens(req.full_untruncated_fill_ids[: len(rows)])
+        asked = params_of(req.sampling_params)
 
         def reader(read: Any, slots: Tensor) -> LayerReader:
             return PoolLayerReader(read, slots, self._forward_stream, save.abandoned, self._reading)
@@ -306,8 +307,8 @@ class WriteBack:
             available_from=first and first + beyond,
             min_tokens=self._service.config.chunk_tokens,
             queries=lambda layer: queries.pop(layer).cpu() if layer in queries else None,
-            ttl=ttl_of(req.sampling_params),
-            priority=priority_of(req.sampling_params),
+            ttl=float(asked.get(TTL_KEY, 0.0)),
+            priority=Priority[asked.get(PRIORITY_KEY, "normal").upper()],
             windows_from=save.windows_from,
         )
         outcome = store.writes.offer(known.namespace, offer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from impress_sglang.config import ImpressConfig
@@ -11,11 +11,13 @@ from impress_sglang.options import (
     BITS_TEXT,
     EXACTLY,
     OFF,
+    Rule,
     is_bits,
     is_blend,
     is_number,
     is_truncation,
     number_of_bits,
+    one_of,
 )
 from impress_sglang.storage.segment import Priority
 from impress_sglang.store.policies import LoadOptions
@@ -40,25 +42,20 @@ KEEP_TOKENS = 16
 LEAST_ROOM = 0.25
 # Thirty years: a file's expiry time has to be a finite number.
 LONGEST_TTL = 1e9
-_PRIORITIES = {own.name.lower(): own for own in Priority}
-# What a value must be, and whether it is.
-_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    BITS_KEY: (f"{BITS_TEXT}, {EXACTLY!r} or {AUTO!r}", lambda own: is_bits(own) or own == AUTO),
-    BLEND_KEY: (f"a number from 0 to 1, {AUTO!r} or {OFF!r}", is_blend),
+_RULES = {
+    BITS_KEY: Rule(
+        f"{BITS_TEXT}, {EXACTLY!r} or {AUTO!r}", lambda own: is_bits(own) or own == AUTO
+    ),
+    BLEND_KEY: Rule(f"a number from 0 to 1, {AUTO!r} or {OFF!r}", is_blend),
     # type() and not isinstance(): True is an int to isinstance.
-    KEEP_KEY: ("a number of tokens", lambda own: type(own) is int and own >= 0),
-    # A value that is not a string may be unhashable.
-    PRIORITY_KEY: (
-        f"one of {', '.join(_PRIORITIES)}",
-        lambda own: isinstance(own, str) and own in _PRIORITIES,
+    KEEP_KEY: Rule("a number of tokens", lambda own: type(own) is int and own >= 0),
+    PRIORITY_KEY: one_of(tuple(own.name.lower() for own in Priority)),
+    RETENTION_KEY: Rule(
+        "a number above 0 and at most 1", lambda own: is_number(own) and 0.0 < own <= 1.0
     ),
-    RETENTION_KEY: (
-        "a number above 0 and at most 1",
-        lambda own: is_number(own) and 0.0 < own <= 1.0,
-    ),
-    STORE_KEY: ("true or false", lambda own: type(own) is bool),
-    TRUNCATE_KEY: (f"a number between 0 and 1, or {OFF!r}", is_truncation),
-    TTL_KEY: (
+    STORE_KEY: Rule("true or false", lambda own: type(own) is bool),
+    TRUNCATE_KEY: Rule(f"a number between 0 and 1, or {OFF!r}", is_truncation),
+    TTL_KEY: Rule(
         f"a number of seconds above 0 and at most {LONGEST_TTL:g}",
         lambda own: is_number(own) and 0.0 < own <= LONGEST_TTL,
     ),
@@ -81,9 +78,9 @@ def check_custom_params(custom_params: object, config: ImpressConfig) -> None:
             raise ValueError(f"custom_params {key} is for the server to say")
         if key not in _RULES:
             raise ValueError(f"custom_params {key} is unknown; there are {', '.join(_RULES)}")
-        expected, holds = _RULES[key]
-        if not holds(value):
-            raise ValueError(f"custom_params {key} must be {expected}, got {value!r}")
+        rule = _RULES[key]
+        if not rule.holds(value):
+            raise ValueError(f"custom_params {key} must be {rule.expected}, got {value!r}")
     if custom_params.get(BLEND_KEY, OFF) != OFF and config.blend == OFF:
         raise ValueError(
             f"custom_params {BLEND_KEY}: this server does not blend; start it with --impress-blend"
@@ -96,37 +93,9 @@ def check_custom_params(custom_params: object, config: ImpressConfig) -> None:
 
 
 def params_of(sampling_params: Any) -> dict[str, Any]:
-    """The `custom_params` of a request; empty if it has none."""
+    """The `custom_params` of a request, which were checked; empty if it has none."""
     params = getattr(sampling_params, "custom_params", None)
     return params if isinstance(params, dict) else {}
-
-
-def _wish_of(sampling_params: Any, key: str) -> Any:
-    """A right value that a request has for a key, else None."""
-    value = params_of(sampling_params).get(key)
-    return value if _RULES[key][1](value) else None
-
-
-def store_wish_of(sampling_params: Any) -> bool | None:
-    """Whether a request is to be stored: at first sight (True), never (False), as usual (None)."""
-    wish: bool | None = _wish_of(sampling_params, STORE_KEY)
-    return wish
-
-
-def ttl_of(sampling_params: Any) -> float:
-    """For how many seconds a request's prefix may stay stored; 0: as long as the server says."""
-    return float(_wish_of(sampling_params, TTL_KEY) or 0.0)
-
-
-def priority_of(sampling_params: Any) -> Priority:
-    """The priority of what a request stores: lower priorities leave the SSD before it."""
-    return _PRIORITIES[_wish_of(sampling_params, PRIORITY_KEY) or "normal"]
-
-
-def truncated_tokens_of(sampling_params: Any) -> int:
-    """How many tokens of a request were cut."""
-    tokens: int = params_of(sampling_params).get(TRUNCATED_KEY, 0)
-    return tokens
 
 
 def load_options_of(sampling_params: Any, config: ImpressConfig) -> LoadOptions:

@@ -190,7 +190,7 @@ def test_ranks_share_latent_pages_and_no_others(make: Make) -> None:
 def test_pages_are_set_aside_while_weights_change(
     make: Make, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = make(pool := host_pool("layer_first"))
+    backend = make(host_pool("layer_first"))
     backend.batch_set_v1(HASHES[:2], slots(0, 1))
     weights.aside = "update_weights"
     assert backend.batch_exists(HASHES) == 0

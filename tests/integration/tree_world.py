@@ -31,7 +31,7 @@ from impress_sglang.blend.plugin import blends
 from impress_sglang.config import ImpressConfig
 from impress_sglang.options import OFF
 from impress_sglang.plugin.pools import PoolLayers
-from impress_sglang.plugin.report_transport import Report, _carried
+from impress_sglang.plugin.report_transport import Report
 from impress_sglang.plugin.served_cache import ServedCache
 from impress_sglang.plugin.tree_cache import ImpressTreeCache
 from impress_sglang.serving import sights
@@ -92,8 +92,7 @@ def assert_same_kvs(left: tiny_model.KVs, right: tiny_model.KVs, length: int) ->
 
 def report_of(req: Any) -> Report | None:
     """The report that a request was given last; None if it was never matched."""
-    carried = _carried(req)
-    return None if carried is None else carried.report
+    return getattr(req, "impress_report", None)
 
 
 def told_of(req: Req) -> dict[str, Any]:
