@@ -158,9 +158,9 @@ class _NoFiles:
     """What the store asks of who writes its files, and of what else knows the disk, without one."""
 
     writable, has_news, free_bytes = True, False, math.inf
-    quarantined_bytes, unused_bytes, keeps_quarantine = 0, 0, False
+    quarantined_bytes, unused_bytes, unremoved_bytes = 0, 0, 0
     num_bytes, folders = 0, ()
-    undeleted = others = MappingProxyType[Any, int]({})
+    others = MappingProxyType[Any, int]({})
     suspects: dict[str, Any]
     namespace, pins = str, ()
 

@@ -157,7 +157,7 @@ class StoreDisk:
     def begin(self, task: Work | Suspect) -> Future[Any]:
         """Begin what `health` finds due."""
         if isinstance(task, Suspect):
-            return self.worker.submit(self.worker.look, task.segment.info, task.is_last)
+            return self.worker.submit(self.worker.look, task.segment.info)
         if task is Work.MEASURE:
             return self._prober.submit(self.files.free_bytes, self.directory.path)
         return self._prober.submit(probe, self.directory)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -27,8 +29,11 @@ from impress_sglang.threads import BackgroundThread, compute_alone
 
 logger = logging.getLogger(__name__)
 
-# Failed removals are tried again when the disk has recovered, and after this time.
+# What the disk has refused is tried again when it has recovered, and after this time.
 RETRY_S = 60.0
+# Looks that cannot read a segment although the disk answers. With the pauses between them at least
+# 15 seconds, by which a link that was reset is back.
+MOST_LOOKS = 5
 # How many damaged segments are kept for whoever wants to find out what happened to them.
 MOST_QUARANTINED = 4
 # Errors that blame a place on the medium, and not the machine or the caller.
@@ -45,24 +50,20 @@ class DiskWorker(BackgroundThread):
 
     def __init__(self, directory: StoreDirectory, health: Health, *, direct: bool) -> None:
         super().__init__("impress-write", compute_alone)
-        self._directory = directory
+        self._directory, self._health, self._direct = directory, health, direct
         self.files = directory.files
-        self._health = health
-        self._direct = direct
         self.journal = Journal(self.files, directory.path)
-        # Small files that the disk has refused, for `catch_up`; used only on the worker's thread.
-        self._unkept: dict[str, bytes] = {}
+        # What the disk has refused, by the name of a segment or file, and bytes that wait for it.
+        self._refused: dict[str, tuple[Callable[[], object], int]] = {}
         self._retried_at = 0.0
+        # Looks at segments that could not be read although the disk answered.
+        self._unreadable = Counter[str]()
         # Bytes of all removals so far: the store's thread adds to the first, ours to the second.
         self._asked_bytes = self._removed_bytes = 0
         self.quarantined_bytes = 0
         """Bytes of damaged segments that are kept; at first without those of earlier processes."""
-        self.keeps_quarantine = True
-        """Whether they are; False while they must go and the disk has refused that so far."""
         self.progress = time.monotonic()
         """When something was last done; as long as this time advances, work goes on."""
-        self.undeleted: dict[str, int] = {}
-        """Bytes of segments whose files could not be removed yet."""
         self.unused_bytes = 0
         """Bytes of files that could not be read at the start, and of what may build on them."""
 
@@ -76,9 +77,14 @@ class DiskWorker(BackgroundThread):
         """Bytes of files that are being removed, and may still be there."""
         return self._asked_bytes - self._removed_bytes
 
+    @property
+    def unremoved_bytes(self) -> int:
+        """Bytes of segments whose files could not be removed yet."""
+        return sum(num_bytes for _, num_bytes in list(self._refused.values()))
+
     def unremoved(self) -> frozenset[str]:
-        """Names of what could not be removed so far: it counts as present when room is made."""
-        return frozenset([*self.undeleted, *([] if self.keeps_quarantine else [QUARANTINE])])
+        """Names of what the disk has refused: it counts as present when room is made."""
+        return frozenset(self._refused)
 
     def write(
         self,
@@ -133,72 +139,61 @@ class DiskWorker(BackgroundThread):
     def _delete(self, segments: Mapping[str, int]) -> None:
         try:
             for segment_id, num_bytes in segments.items():
-                self._unlink(segment_id, num_bytes)
+                self._try(segment_id, functools.partial(self._unlink, segment_id), num_bytes)
             self.record({"gone": list(segments)})
-            if self.unremoved() and time.monotonic() - self._retried_at > RETRY_S:
+            if self._refused and time.monotonic() - self._retried_at > RETRY_S:
                 self._retry()
         finally:
             self._removed_bytes += sum(segments.values())
             self.progress = time.monotonic()
 
-    def _unlink(self, segment_id: str, num_bytes: int) -> None:
-        try:
-            # If the folder itself is not there, every file seems to be gone.
-            self._directory.check_readable()
-            path = self._directory.segment_path(segment_id)
-            for own in (path, path.with_name(path.name + TEMPORARY_SUFFIX)):
-                self.files.unlink(own)
-            self.undeleted.pop(segment_id, None)
-        except OSError as error:
-            if segment_id in self.undeleted:
-                # It is counted and reported already, and other removals go on.
-                return
-            self.undeleted[segment_id] = num_bytes
-            logger.warning("segment %s cannot be removed now: %s", segment_id, error)
-            self._health.failed("a segment could not be removed", error, reading=False)
+    def _unlink(self, segment_id: str) -> None:
+        path = self._directory.segment_path(segment_id)
+        for own in (path, path.with_name(path.name + TEMPORARY_SUFFIX)):
+            self.files.unlink(own)
 
     def keep(self, name: str, content: bytes) -> None:
         """Write a small file to the store's folder, replacing an older one; if need be, later."""
+        self._try(name, functools.partial(self._directory.put, name, content))
+
+    def empty_quarantine(self) -> None:
+        """Remove all files there; if need be, later."""
+        self._try(QUARANTINE, functools.partial(self.tidy_quarantine, 0))
+
+    def _try(self, name: str, job: Callable[[], object], num_bytes: int = 0) -> None:
+        """Do what is done later if the disk refuses it, with what else was refused."""
         try:
-            self._directory.put(name, content)
-            self._unkept.pop(name, None)
+            # If the folder itself is not there, every file seems to be gone.
+            self._directory.check_readable()
+            job()
+            self._refused.pop(name, None)
         except OSError as error:
-            self._unkept[name] = content
-            logger.warning("%s could not be written: %s", self._directory.path / name, error)
-            self._health.failed(f"{name} could not be written", error, reading=False)
+            known = name in self._refused
+            self._refused[name] = job, num_bytes
+            if not known:
+                # Later it is counted and reported already, and other work goes on.
+                self._health.failed(f"{name} cannot be changed", error, reading=False)
 
     def catch_up(self) -> None:
         """Now that the disk answers again, redo the work that it refused."""
+        # Earlier looks may have failed because of the disk.
+        self._unreadable.clear()
         self._retry()
         self.record()
-        for name, content in list(self._unkept.items()):
-            self.keep(name, content)
 
     def _retry(self) -> None:
         self._retried_at = time.monotonic()
-        for segment_id, num_bytes in list(self.undeleted.items()):
-            self._unlink(segment_id, num_bytes)
-        self.tidy(self.keeps_quarantine)
+        for name, refused in list(self._refused.items()):
+            self._try(name, *refused)
 
-    def tidy(self, keeps: bool) -> None:
-        """Keep only the latest files in quarantine, or none; if the disk refuses, do it later."""
-        kept, self.keeps_quarantine = self.keeps_quarantine, keeps
-        try:
-            self.tidy_quarantine()
-            self.keeps_quarantine = True
-        except OSError as error:
-            if kept:
-                self._health.failed("quarantine could not be tidied", error, reading=False)
-
-    def tidy_quarantine(self) -> None:
-        """Keep only the latest files there, or none; an `OSError` if the disk refuses."""
+    def tidy_quarantine(self, most: int = MOST_QUARANTINED) -> None:
+        """Keep only the latest files there; an `OSError` if the disk refuses."""
         paths = quarantined_files(self.files, self._directory.path)
         found = [(self.files.stat(path), path) for path in paths]
         # The time of the rename, not of the last write.
         found.sort(key=lambda own: own[0].st_ctime_ns)
         # Counted first, so that it is right even if a file cannot be removed.
         self.quarantined_bytes = sum(status.st_size for status, _ in found)
-        most = MOST_QUARANTINED if self.keeps_quarantine else 0
         for status, path in found[: max(len(found) - most, 0)]:
             self.files.unlink(path)
             self.quarantined_bytes -= status.st_size
@@ -210,10 +205,10 @@ class DiskWorker(BackgroundThread):
         except OSError as error:
             self._health.failed("the index could not be written", error, reading=False)
 
-    def look(self, info: SegmentInfo, last: bool = False) -> Verdict:
+    def look(self, info: SegmentInfo) -> Verdict:
         """Read a whole segment again and verify it; a damaged one goes to quarantine.
 
-        If this is the `last` look, so does one that cannot be read although the disk answers.
+        So does one that could not be read time and again although the disk answers.
         """
         try:
             path = self._directory.segment_path(info.segment_id)
@@ -221,6 +216,7 @@ class DiskWorker(BackgroundThread):
                 if not segment.info.describes_same(info):
                     raise SegmentUnreadable(info.segment_id, "index and segment file do not agree")
                 segment.check_all(self._note_progress)
+            del self._unreadable[info.segment_id]
             return Verdict.GOOD
         except SegmentUnreadable as error:
             return self.condemn(error)
@@ -231,10 +227,10 @@ class DiskWorker(BackgroundThread):
             with contextlib.suppress(OSError):
                 if at_fault:
                     self._directory.check_writable()
-                    if last:
+                    self._unreadable[info.segment_id] += 1
+                    if self._unreadable[info.segment_id] >= MOST_LOOKS:
                         never = SegmentUnreadable(info.segment_id, "can never be read")
                         return self.condemn(never)
-                    return Verdict.UNREADABLE
             return Verdict.UNCLEAR
 
     def _note_progress(self) -> None:

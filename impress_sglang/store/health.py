@@ -6,8 +6,7 @@
 
 That a block cannot be read now does not mean that it is damaged, and a block that was read wrong
 once may be right on the disk. So nothing is removed at first sight: the whole segment is read again
-in the background, and again after a pause that doubles as long as it cannot be read at all. If it
-cannot be read time and again while the rest of the disk answers, it is behind a bad sector.
+in the background, and again after a pause that doubles as long as it cannot be read at all.
 
 What happens comes in as calls, what is to be done on the disk comes out of `due`. Nobody waits.
 """
@@ -31,8 +30,6 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 # Between looks at a suspect.
 FIRST_LOOK_S, LONGEST_LOOK_S = 1.0, 600.0
-# With the pauses between them at least 15 seconds, by which a link that was reset is back.
-MOST_LOOKS = 5
 # How old, in seconds, the measured free space that decisions rest on may be.
 MEASURE_S = 1.0
 
@@ -42,10 +39,8 @@ class Verdict(enum.Enum):
 
     GOOD = "good"
     BAD = "bad"
-    """It is damaged, and is in quarantine now."""
+    """It is damaged, or can never be read, and is in quarantine now."""
     GONE = "gone"
-    UNREADABLE = "unreadable"
-    """It cannot be read, although the disk answers."""
     UNCLEAR = "unclear"
     """It cannot be read now."""
 
@@ -65,14 +60,7 @@ class Suspect:
     segment: StoredSegment
     look_at: float
     pause: float
-    looks: int = 0
-    """Looks that could not read it although the disk answered."""
     looking: bool = False
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the next such look is to set it aside."""
-        return self.looks >= MOST_LOOKS - 1
 
 
 class Health:
@@ -166,8 +154,6 @@ class Health:
         if readable and not self.readable:
             for suspect in self.suspects.values():
                 suspect.look_at, suspect.pause = self._clock(), FIRST_LOOK_S
-                # Earlier looks may have failed because of the disk, and so may one that is running.
-                suspect.looks = -1 if suspect.looking else 0
         with self._lock:
             self.readable = self.readable or readable
             if error is not None:
@@ -187,16 +173,14 @@ class Health:
         """
         if self.suspects.get(suspect.segment) is not suspect:
             return False
-        suspect.looking = False
-        if verdict in (Verdict.GOOD, Verdict.BAD, Verdict.GONE):
-            del self.suspects[suspect.segment]
-            if verdict is Verdict.GOOD:
-                suspect.segment.state = SegmentState.READY
-            return True
-        suspect.looks += verdict is Verdict.UNREADABLE
-        suspect.look_at = self._clock() + suspect.pause
-        suspect.pause = min(2 * suspect.pause, LONGEST_LOOK_S)
-        return False
+        if verdict is Verdict.UNCLEAR:
+            suspect.looking, suspect.look_at = False, self._clock() + suspect.pause
+            suspect.pause = min(2 * suspect.pause, LONGEST_LOOK_S)
+            return False
+        del self.suspects[suspect.segment]
+        if verdict is Verdict.GOOD:
+            suspect.segment.state = SegmentState.READY
+        return True
 
     def summary(self) -> dict[str, Any]:
         """State and counters for the statistics page."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from impress_sglang.config import ImpressConfig, bytes_of
-from impress_sglang.storage.directory import remove_store
+from impress_sglang.storage.directory import QUARANTINE, remove_store
 from impress_sglang.store.disk import StoreDisk
 from impress_sglang.store.eviction_order import EvictionOrder
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
@@ -134,8 +134,7 @@ class Quota:
         """Bytes that must become free for a file of `num_bytes` to fit; 0 or less if it fits."""
         worker, config = self._worker, self._config
         used = self._tree.file_bytes + self.reserved_bytes + self.adopting_bytes
-        used += worker.quarantined_bytes + worker.unused_bytes
-        used += sum(list(worker.undeleted.values()))
+        used += worker.quarantined_bytes + worker.unused_bytes + worker.unremoved_bytes
         used += sum(self._others.values()) + self._peers.num_bytes
         used += 0 if self._bucket is None else self._bucket.files.open_bytes
         pending = self.pending_bytes + self.reserved_bytes
@@ -170,9 +169,9 @@ class Quota:
         num_bytes, namespace = segment.file_bytes, segment.info.namespace
         needed, held = self.missing(num_bytes), self._tree.held
         quarantined = self._worker.quarantined_bytes
-        if needed > 0 and quarantined and self._worker.keeps_quarantine:
+        if needed > 0 and quarantined and QUARANTINE not in self._worker.unremoved():
             # The worker does this before it writes anything else.
-            self._worker.submit(self._worker.tidy, False)
+            self._worker.submit(self._worker.empty_quarantine)
             needed -= quarantined
         if needed > 0 and self._remove_unserved(needed):
             return None

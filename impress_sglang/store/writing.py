@@ -263,7 +263,7 @@ class SegmentWrites:
             # In one job, because with each job the other thread can take the GIL from this one.
             self._worker.delete(going)
         if cause is Cause.PURGED:
-            self._worker.submit(self._worker.tidy, False)
+            self._worker.submit(self._worker.empty_quarantine)
         return count
 
     def lose(self, segment: StoredSegment, cause: Cause) -> None:

@@ -43,7 +43,7 @@ class World:
     def begun(self, task: Work | Suspect) -> list[str]:
         if isinstance(task, Suspect):
             self.suspect = task
-            return ["set aside" if task.is_last else "look"]
+            return ["look"]
         if task is Work.MEASURE and self.measures:
             self.health.measured(7)
         return [] if task is Work.MEASURE else ["probe"]
@@ -62,7 +62,6 @@ STEPS: dict[str, Callable[[World], object]] = {
     "evicted": lambda w: w.health.suspects.clear(),
 }
 VERDICTS = {own.value for own in Verdict}
-FOUR_LOOKS = "suspect, unreadable, 1, unreadable, 2, unreadable, 4, unreadable"
 # What happens, with seconds in between; then the states of disk and segment, and what is due.
 HISTORIES = {
     "1": "ok ready",
@@ -106,24 +105,17 @@ HISTORIES = {
     "suspect, unclear": "ok suspect",
     "suspect, unclear, 0.9": "ok suspect",
     "suspect, unclear, 1.1": "ok suspect look",
-    "suspect, unreadable, 1.1, unclear, 1.9": "ok suspect",
-    "suspect, unreadable, 1.1, unclear, 2.1": "ok suspect look",
+    "suspect, unclear, 1.1, unclear, 1.9": "ok suspect",
+    "suspect, unclear, 1.1, unclear, 2.1": "ok suspect look",
     # What becomes of these is not for the machine to say; they are not looked at again.
     "suspect, bad, 99": "ok suspect",
     "suspect, gone, 99": "ok suspect",
     "suspect, evicted, good, 99": "ok suspect",
-    # It is set aside after five looks while the disk answers, and not after others.
     "suspect, unclear, 1, unclear, 2, unclear, 4, unclear, 8, unclear, 16": "ok suspect look",
-    f"{FOUR_LOOKS}, 8": "ok suspect set aside",
-    f"{FOUR_LOOKS}, 8, bad, 99": "ok suspect",
-    f"{FOUR_LOOKS}, 8, unclear, 15": "ok suspect",
-    f"{FOUR_LOOKS}, 8, unclear, 17": "ok suspect set aside",
     # Nothing is looked at while the disk cannot be read, and then at once.
     "read fails, suspect, 0.4": "degraded suspect",
     "suspect, unclear, read fails, 0.51, well": "ok suspect look",
     "write fails, suspect": "read-only suspect look",
-    # A look that was under way when the disk came back does not count.
-    f"{FOUR_LOOKS}, 8, read fails, 0.51, well, unreadable, 1": "ok suspect look",
 }
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
-from impress_sglang.store.health import MOST_LOOKS
+from impress_sglang.store.disk_worker import MOST_LOOKS
+from impress_sglang.store.health import Verdict
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.writing import StoreOutcome
 from tests import damage
@@ -154,10 +155,25 @@ def test_a_segment_behind_a_bad_sector_is_set_aside(
         assert faults.hits[rule.name] == 1 + MOST_LOOKS, "the request, and the looks"
 
 
+def test_looks_before_a_recovery_do_not_count(
+    bench: Workbench, store: PrefixStore, faults: Faults
+) -> None:
+    path, chats = shared_prefix(bench, store)
+    info, worker = look_up(store, chats[0]).spans[0].segment.info, store.worker
+    with faults.injected(Rule("EIO", "read|block", f"*{path.name}")):
+        looks = [worker.submit(worker.look, info) for _ in range(MOST_LOOKS - 1)]
+        worker.submit(worker.catch_up)
+        looks += [worker.submit(worker.look, info) for _ in range(MOST_LOOKS)]
+        found = [own.result() for own in looks]
+    assert found == [Verdict.UNCLEAR] * (2 * MOST_LOOKS - 2) + [Verdict.BAD]
+    store.report(SegmentUnreadable(path.stem, "a test"))
+    stores.look_again(store)
+
+
 @pytest.mark.parametrize(
     "rules",
     [
-        [Rule("EIO", "read|block", "*.kv"), Rule("EMFILE", "open-write", "*/probe")],
+        [Rule("EIO", "read|block", "*.kv"), Rule("EMFILE", "open-write", "*/probe*")],
         *([Rule(fault, "open", "*.kv")] for fault in ("EMFILE", "ENOMEM", "EACCES")),
     ],
     ids=lambda rules: rules[-1].name,

@@ -210,10 +210,10 @@ def test_what_is_purged_while_the_directory_is_away_does_not_come_back(
     shutil.move(bench.root, tmp_path / "away")
     store.writes.discard([look_up(store, prompt(1)).spans[0].segment], Cause.PURGED)
     store.worker.submit(int)
-    stores.until(store, lambda: bool(store.worker.undeleted))
+    stores.until(store, lambda: bool(store.worker.unremoved()))
     shutil.move(tmp_path / "away", bench.root)
     until_well(store)
-    stores.until(store, lambda: not store.worker.undeleted)
+    stores.until(store, lambda: not store.worker.unremoved())
 
     assert len(bench.files()) == 1
     bench.close(store)
