@@ -33,7 +33,7 @@ from pathlib import Path
 from impress_sglang.errors import ConfigError, StoreInUseError
 from impress_sglang.storage.files import FileSystem, installed
 from impress_sglang.storage.segment import FORMAT_VERSION, SEGMENT_SUFFIX
-from impress_sglang.storage.writer import TEMPORARY_SUFFIX
+from impress_sglang.storage.writer import TEMPORARY_SUFFIX, publishing
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,7 @@ _FOLDER = re.compile(r"[0-9a-f]{2}")
 _SEGMENT = re.compile(
     rf"([0-9a-f]{{32}}){re.escape(SEGMENT_SUFFIX)}({re.escape(TEMPORARY_SUFFIX)})?"
 )
-_LONGEST_MARKER = 4096
-_LONGEST_KEPT = 1 << 30
+_MOST_BYTES = 1 << 30
 _KEY_BYTES = 32
 # Seconds in which the first server of a model has written the key.
 _KEY_SECONDS = 10.0
@@ -110,15 +109,15 @@ class StoreDirectory:
     def put(self, name: str, content: bytes) -> None:
         """Write a small file, replacing an older one as a whole."""
         path = self.path / name
-        temporary = path.with_name(name + TEMPORARY_SUFFIX)
-        _write_small(self.files, temporary, content)
-        self.files.rename(temporary, path)
-        self.files.sync_directory(self.path)
+        # A process that was killed has left it.
+        self.files.unlink(path.with_name(name + TEMPORARY_SUFFIX))
+        with publishing(self.files, path, direct=False) as descriptor:
+            self.files.write(descriptor, 0, memoryview(content))
 
     def get(self, name: str) -> bytes | None:
         """Read a small file that was put; None if there is none."""
         try:
-            return _read_small(self.files, self.path / name, _LONGEST_KEPT)
+            return _read_small(self.files, self.path / name)
         except FileNotFoundError:
             return None
 
@@ -132,8 +131,8 @@ class StoreDirectory:
         # Two threads call this.
         with self._probing:
             self._make_folders()
-            _write_small(self.files, self.path / _PROBE, self._marker)
-            if _read_small(self.files, self.path / _PROBE) != self._marker:
+            self.put(_PROBE, self._marker)
+            if self.get(_PROBE) != self._marker:
                 raise OSError("a probe was not read as it was written")
             self.files.unlink(self.path / _PROBE)
 
@@ -315,17 +314,14 @@ def remove_store(files: FileSystem, path: Path) -> bool:
         if not try_lock(lock):
             return False
         logger.info("removing another store to make room: %s", path.name)
-        for _, own, _ in segment_files(files, path):
-            files.unlink(Path(own))
-        for aside in quarantined_files(files, path):
-            files.unlink(aside)
-        for name in (JOURNAL, PINS, CODING, _PROBE):
-            files.unlink(path / name)
-            files.unlink(path / f"{name}{TEMPORARY_SUFFIX}")
-        names = [name for name in files.list(path / SEGMENTS) if _FOLDER.fullmatch(name)]
-        folders = [path / SEGMENTS / name for name in names] + [path / QUARANTINE, path / SEGMENTS]
-        for folder in folders:
-            _remove_empty(files, folder)
+        names = [path / name for name in (JOURNAL, PINS, CODING, _PROBE)]
+        names += [own.with_name(own.name + TEMPORARY_SUFFIX) for own in names]
+        segments = [Path(own) for _, own, _ in segment_files(files, path)]
+        for own in (*segments, *quarantined_files(files, path), *names):
+            files.unlink(own)
+        folders = [name for name in files.list(path / SEGMENTS) if _FOLDER.fullmatch(name)]
+        for name in (*(f"{SEGMENTS}/{own}" for own in folders), QUARANTINE, SEGMENTS):
+            _remove_empty(files, path / name)
         # Marker and lock go last: what is left of a store after a crash can be served or removed.
         if set(files.list(path)) <= {MARKER, LOCK}:
             files.unlink(path / MARKER)
@@ -370,20 +366,14 @@ def _stat_existing(files: FileSystem, path: Path) -> os.stat_result:
         return _stat_existing(files, path.parent)
 
 
-def _read_small(files: FileSystem, path: Path, longest: int = _LONGEST_MARKER) -> bytes:
-    content = bytearray(min(files.stat(path).st_size, longest))
+def _read_small(files: FileSystem, path: Path) -> bytes:
+    content = bytearray(min(files.stat(path).st_size, _MOST_BYTES))
     with files.opened(path, os.O_RDONLY) as descriptor:
         try:
             files.read(descriptor, 0, memoryview(content))
         except EOFError as error:
             raise OSError(f"{path} became shorter while it was read") from error
     return bytes(content)
-
-
-def _write_small(files: FileSystem, path: Path, content: bytes) -> None:
-    with files.opened(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY) as descriptor:
-        files.write(descriptor, 0, memoryview(content))
-        files.sync(descriptor)
 
 
 def try_lock(descriptor: int) -> bool:

@@ -6,7 +6,6 @@ prefix that are stored again are pinned again. The best stored KVs of its tokens
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
@@ -16,7 +15,7 @@ import numpy as np
 
 from impress_sglang.storage.directory import PINS, StoreDirectory
 from impress_sglang.storage.quality import ANYTHING
-from impress_sglang.storage.segment import Tokens, common_prefix_len
+from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.disk_worker import DiskWorker
 from impress_sglang.store.journal import decoded, encoded
 from impress_sglang.store.stored import StoredSegment
@@ -27,15 +26,6 @@ logger = logging.getLogger(__name__)
 MOST_PINS = 256
 # Seconds between two looks for what is stored of pinned prefixes.
 _LOOK_SECONDS = 1.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Pin:
-    """A prefix in a namespace, and when it was pinned."""
-
-    namespace: str
-    tokens: Tokens
-    at: float
 
 
 class Pins:
@@ -53,6 +43,7 @@ class Pins:
         """
         self._directory, self._worker, self._tree = directory, worker, tree
         self._most_bytes = most_bytes
+        # When prefixes were pinned, by namespace and the bytes of their tokens.
         self._pins = self._read()
         self._look()
         if self.num_bytes > most_bytes:
@@ -80,15 +71,15 @@ class Pins:
         `namespace` is as the store names it.
         """
         refusal = self.refusal(namespace, tokens)
-        if refusal is None and not self._is_pinned(namespace, tokens):
-            self._pins.append(_Pin(namespace, tokens, time.time()))
+        if refusal is None and (namespace, tokens.tobytes()) not in self._pins:
+            self._pins[namespace, tokens.tobytes()] = time.time()
             self._held |= self._resolve(namespace, tokens)[1]
             self._write()
         return refusal
 
     def refusal(self, namespace: str, tokens: Tokens) -> str | None:
         """Why a prefix cannot be pinned, or None."""
-        if self._is_pinned(namespace, tokens):
+        if (namespace, tokens.tobytes()) in self._pins:
             return None
         found, segments = self._resolve(namespace, tokens)
         if not len(tokens) or found < len(tokens):
@@ -103,11 +94,6 @@ class Pins:
             )
         return None
 
-    def _is_pinned(self, namespace: str, tokens: Tokens) -> bool:
-        return any(
-            own.namespace == namespace and np.array_equal(own.tokens, tokens) for own in self._pins
-        )
-
     def unpin(
         self,
         namespace: str | None = None,
@@ -119,25 +105,24 @@ class Pins:
         None: those of all namespaces, or whatever they begin with. `before`: only what was pinned
         by then.
         """
-        tokens = np.empty(0, np.int32) if tokens is None else tokens
-        left = [
-            pin
-            for pin in self._pins
-            if namespace not in (None, pin.namespace)
-            or common_prefix_len(pin.tokens, tokens) < len(tokens)
-            or pin.at > before
+        begin = b"" if tokens is None else tokens.tobytes()
+        going = [
+            (name, own)
+            for (name, own), at in self._pins.items()
+            if namespace in (None, name) and own.startswith(begin) and at <= before
         ]
-        count, self._pins = len(self._pins) - len(left), left
-        if count:
+        for pin in going:
+            del self._pins[pin]
+        if going:
             self._look()
             self._write()
-        return count
+        return len(going)
 
     def longest(self, namespace: str, tokens: Tokens) -> int:
         """How many of these tokens the longest pin has that they begin with."""
-        own = [pin.tokens for pin in self._pins if pin.namespace == namespace]
-        lengths = (len(pin) for pin in own if common_prefix_len(pin, tokens) == len(pin))
-        return max(lengths, default=0)
+        prompt = tokens.tobytes()
+        own = [pin for name, pin in self._pins if name == namespace and prompt.startswith(pin)]
+        return max(map(len, own), default=0) // tokens.itemsize
 
     def summary(self) -> dict[str, int]:
         """Number of pinned prefixes, and their bytes on SSD."""
@@ -146,8 +131,8 @@ class Pins:
     def _look(self) -> None:
         """Look up which segments have the pinned prefixes now."""
         self._looked_at, self._held = time.monotonic(), set[StoredSegment]()
-        for pin in self._pins:
-            self._held |= self._resolve(pin.namespace, pin.tokens)[1]
+        for namespace, tokens in self._pins:
+            self._held |= self._resolve(namespace, np.frombuffer(tokens, np.int32))[1]
 
     def _resolve(self, namespace: str, tokens: Tokens) -> tuple[int, set[StoredSegment]]:
         """How many of these tokens are stored, and the segments that have them and their state."""
@@ -155,22 +140,22 @@ class Pins:
         spans = (*known.spans, *self._tree.state_behind(known))
         return known.num_tokens, {span.segment for span in spans}
 
-    def _read(self) -> list[_Pin]:
+    def _read(self) -> dict[tuple[str, bytes], float]:
         if (content := self._directory.get(PINS)) is None:
-            return []
+            return {}
         try:
-            return [
-                _Pin(str(own["namespace"]), decoded(own["tokens"]), float(own["at"]))
+            return {
+                (str(own["namespace"]), decoded(own["tokens"]).tobytes()): float(own["at"])
                 for own in json.loads(content)
-            ]
+            }
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             path = self._directory.path / PINS
             logger.warning("%s is damaged (%s): nothing is pinned", path, error)
-            return []
+            return {}
 
     def _write(self) -> None:
         fields = [
-            {"namespace": own.namespace, "tokens": encoded(own.tokens), "at": own.at}
-            for own in self._pins
+            {"namespace": name, "tokens": encoded(np.frombuffer(own, np.int32)), "at": at}
+            for (name, own), at in self._pins.items()
         ]
         self._worker.submit(self._worker.keep, PINS, json.dumps(fields).encode())
