@@ -33,7 +33,7 @@ import xxhash
 from impress_sglang.storage.directory import JOURNAL
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import Tokens, info_from
-from impress_sglang.storage.writer import TEMPORARY_SUFFIX
+from impress_sglang.storage.writer import TEMPORARY_SUFFIX, publishing
 from impress_sglang.store.stored import StoredSegment
 
 logger = logging.getLogger(__name__)
@@ -100,18 +100,16 @@ def read_lines(
 ) -> Iterator[bytes]:
     """The lines of a file from a place on; the last one may lack its end."""
     size, rest = files.stat(path).st_size, b""
-    descriptor = files.open(path, os.O_RDONLY)
-    try:
+    with files.opened(path, os.O_RDONLY) as descriptor:
         while offset < size:
             block = bytearray(min(size - offset, block_bytes))
-            files.read(descriptor, offset, memoryview(block))
+            try:
+                files.read(descriptor, offset, memoryview(block))
+            except EOFError as error:
+                raise OSError(f"{path} became shorter while it was read") from error
             offset += len(block)
             *lines, rest = (rest + block).split(b"\n")
             yield from (line + b"\n" for line in lines)
-    except EOFError as error:
-        raise OSError(f"{path} became shorter while it was read") from error
-    finally:
-        files.close(descriptor)
     if rest:
         yield rest
 
@@ -121,7 +119,8 @@ def append(files: FileSystem, folder: Path, record: Record) -> None:
     path = folder / JOURNAL
     if path.name in files.list(folder):
         # A last line that lacks its end becomes a damaged one of its own.
-        _write(files, path, files.stat(path).st_size, [b"\n" + _line(record)])
+        with files.opened(path, os.O_WRONLY) as descriptor:
+            _write(files, descriptor, files.stat(path).st_size, [b"\n" + _line(record)])
 
 
 class Journal:
@@ -133,46 +132,28 @@ class Journal:
     def __init__(self, files: FileSystem, directory: Path) -> None:
         self._files = files
         self._path = directory / JOURNAL
-        # Lines that are still to be written, and where they go; None if that is not known.
+        # Lines that are still to be written, and where they go; 0: into a new file.
         self._waiting: list[bytes] = []
-        self._end: int | None = None
-        self._size_anew = 0
-        self._unsound = False
+        self._end = self._size_anew = 0
         self._orders: list[Any] = []
 
     def record(self, *changes: StoredSegment | Record) -> None:
         """Record published segments and other changes, of which some may be of unknown segments;
         in any case, what waits."""
-        for own in changes:
-            if isinstance(own, StoredSegment):
-                self._waiting.append(_added(own))
-                continue
-            self._waiting.append(_line(own))
-            if "purge" in own:
-                self._orders.append(own["purge"])
-        self._flush()
-
-    @property
-    def orders(self) -> list[Any]:
-        """The orders to purge that are still told."""
-        now = time.time()
-        return [own for own in self._orders if now - own["at"] < ORDER_SECONDS]
-
-    def _flush(self) -> None:
+        added = (_added(own) if isinstance(own, StoredSegment) else _line(own) for own in changes)
+        self._waiting += added
         if not self._waiting:
             return
         try:
-            found = self.segments() if self._end is None else None
-            assert self._end is not None
-            is_long = self._end > 2 * self._size_anew + _SLACK_BYTES
-            if self._unsound or not self._end or is_long:
-                self._write_anew(found or self.segments())
+            if self._end and self._end <= 2 * self._size_anew + _SLACK_BYTES:
+                with self._files.opened(self._path, os.O_WRONLY) as descriptor:
+                    self._end = _write(self._files, descriptor, self._end, self._waiting)
             else:
-                self._end += _write(self._files, self._path, self._end, self._waiting)
+                self._write_anew()
         except OSError as error:
             if isinstance(error, FileNotFoundError):
                 # Somebody has removed the folder.
-                self._end = None
+                self._end = 0
             if len(self._waiting) > _MOST_WAITING:
                 logger.warning(
                     "%s refuses more than %d changes: the next start makes up for them, from the "
@@ -182,22 +163,26 @@ class Journal:
                 )
                 self._waiting.clear()
                 # What is there of them may end anywhere.
-                self._end = None
+                self._end = 0
             raise
         self._waiting.clear()
 
-    def _write_anew(self, segments: Mapping[str, StoredSegment]) -> None:
+    def _write_anew(self) -> None:
+        segments = self.segments().values()
         first = _line({_OPENING: secrets.token_hex(16)})
-        self._orders = self.orders
-        orders = (_line({"purge": own}) for own in self._orders)
-        temporary = self._path.with_name(self._path.name + TEMPORARY_SUFFIX)
-        self._files.unlink(temporary)
-        lines = (_added(own) for own in segments.values())
-        every = itertools.chain([first], lines, orders, self._waiting)
-        size = _write(self._files, temporary, 0, every, sync=True)
-        self._files.rename(temporary, self._path)
+        orders = (_line({"purge": own}) for own in self.orders)
+        every = itertools.chain([first], map(_added, segments), orders, self._waiting)
+        # A process that was killed has left it.
+        self._files.unlink(self._path.with_name(self._path.name + TEMPORARY_SUFFIX))
+        with publishing(self._files, self._path, direct=False) as descriptor:
+            size = _write(self._files, descriptor, 0, every)
         self._end = self._size_anew = size
-        self._unsound = False
+
+    @property
+    def orders(self) -> list[Any]:
+        """The orders to purge that were there, and are still told."""
+        now = time.time()
+        return [own for own in self._orders if now - own["at"] < ORDER_SECONDS]
 
     def segments(self) -> dict[str, StoredSegment]:
         """All segments by name; those in damaged lines are missing, and the file is made anew with
@@ -234,33 +219,19 @@ class Journal:
             end += len(line)
         if unsound:
             logger.warning("%s is damaged in %d lines; it is made anew", self._path, unsound)
-        self._end, self._unsound = end, bool(unsound)
+        self._end = 0 if unsound else end
         self._orders = orders or self._orders
         self._size_anew = sum(sizes[name] for name in found)
         return found
 
 
-def _write(
-    files: FileSystem, path: Path, offset: int, lines: Iterable[bytes], *, sync: bool = False
-) -> int:
-    """Write lines to a file, from a place on; returns how many bytes that took."""
-    start, create = offset, 0 if offset else os.O_CREAT
-    descriptor = files.open(path, os.O_WRONLY | create)
-    try:
-        waiting = list[bytes]()
-        for line in itertools.chain(lines, (None,)):
-            if line is not None:
-                waiting.append(line)
-            if waiting and (line is None or len(waiting) == 1024):
-                block = b"".join(waiting)
-                files.write(descriptor, offset, memoryview(block))
-                offset += len(block)
-                waiting.clear()
-        if sync:
-            files.sync(descriptor)
-    finally:
-        files.close(descriptor)
-    return offset - start
+def _write(files: FileSystem, descriptor: int, offset: int, lines: Iterable[bytes]) -> int:
+    """Write lines to a file, from a place on; returns where they end."""
+    lines = iter(lines)
+    while block := b"".join(itertools.islice(lines, 1024)):
+        files.write(descriptor, offset, memoryview(block))
+        offset += len(block)
+    return offset
 
 
 def _line(record: Record) -> bytes:

@@ -13,6 +13,7 @@ A journal also has what a server asks of the others: to forget a prefix (`purge`
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import logging
 import os
@@ -180,23 +181,23 @@ class Peers:
             self.news.extend(News(gone=own) for own in left.unsure.union(left.segments))
 
     def _read(self, own: _Followed) -> Iterator[News]:
-        path = own.folder / JOURNAL
-        try:
+        path, seen = own.folder / JOURNAL, tuple[int, ...]()
+        first, size = b"", 0
+        # One that is gone is like an empty one.
+        with contextlib.suppress(FileNotFoundError):
             # Opening a file tells a network file system to ask how long it is.
             self._files.close(self._files.open(path, os.O_RDONLY))
             status = self._files.stat(path)
-        except FileNotFoundError:
-            yield from (News(gone=gone) for gone in own.unsure.union(own.segments))
-            own.segments, own.num_bytes, own.end, own.seen, own.unsure = {}, 0, 0, (), set()
-            return
-        seen = status.st_ino, status.st_size, status.st_mtime_ns
+            size = status.st_size
+            seen = status.st_ino, size, status.st_mtime_ns
         if seen == own.seen:
             return
-        first = next(read_lines(self._files, path, block_bytes=_FIRST_BYTES), b"")
-        if first != own.first or status.st_size < own.end:
+        if seen:
+            first = next(read_lines(self._files, path, block_bytes=_FIRST_BYTES), b"")
+        if first != own.first or size < own.end:
             own.unsure.update(own.segments)
             own.segments, own.num_bytes, own.first, own.end = {}, 0, first, 0
-        for line in read_lines(self._files, path, own.end):
+        for line in read_lines(self._files, path, own.end) if seen else ():
             if not line.endswith(b"\n"):
                 break
             own.end += len(line)

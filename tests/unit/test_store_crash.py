@@ -140,6 +140,7 @@ def test_the_next_process_finds_what_was_written_whole_and_right(
         check_store(store)
         assert check(own, before, store) or own.killed, "what was done in the end is there"
         assert not list(own.bench.root.rglob("*.tmp")), "nothing is left of what was not finished"
+        store.worker.submit(int).result()
         names = {segment.segment_id for segment in store.tree.segments()}
         assert {path.stem for path in segments(own.bench)} == names
         own.bench.close_all()
