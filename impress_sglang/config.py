@@ -1,6 +1,6 @@
 """The configuration: one frozen, validated value, built once and passed down.
 
-It is built from the command line (`plugin.flags`), or for `sglang.Engine` users, who have no
+It is built from the command line (`plugin.entry`), or for `sglang.Engine` users, who have no
 argument parser, from the environment variable `IMPRESS_CONFIG` (`from_environment`), which
 `enable_for_engine` sets after validating. No other module reads the environment.
 """

@@ -75,16 +75,41 @@ _WEIGHTS_SEEN: Rules = {
     "must see the weights when they were read": ("startup_weight_load_mode", ("serial",)),
     "must see all weights": ("offload_group_size", (-1,)),
 }
-# The same for a pipeline of stages.
-_PIPELINED: Rules = {
-    "knows no drafts of a pipeline, whose last stage alone makes them": (
-        "speculative_algorithm",
-        (None,),
-    ),
-    "has no stages that prefill for others": ("disaggregation_mode", ("null",)),
-    "has no stages whose ranks run batches of their own": ("attn_dp_size", (1,)),
-    # SGLang 0.5.22 calls it so.
-    "has no stages with batches of their own": ("enable_dp_attention", (False,)),
+# The same beside options that are used, of which one can be dropped as well.
+_BESIDE: dict[str, Rules] = {
+    "--impress-policy --impress-blend --impress-schedule": {
+        "decides by itself what it blends, puts first or loads in part, and several ranks could "
+        "not agree": ("tp_size pp_size", (1,)),
+    },
+    "--impress-policy --impress-blend": {
+        "has no KVs to send of what it blends or loads in part": ("disaggregation_mode", ("null",)),
+        "blends and loads parts with the model's own weights": (
+            "enable_lora lora_paths",
+            _IS_OFF,
+        ),
+    },
+    "--impress-blend": {
+        "blends the KVs of models without drafts": ("speculative_algorithm", (None, "NGRAM")),
+    },
+    "--impress-basis": {
+        "predicts a layer from the one below, which another stage may have": ("pp_size", (1,)),
+    },
+    "--impress-schedule": {
+        "changes places in some orders": ("schedule_policy", ("fcfs", "lpm", "dfs-weight", "hrrn")),
+    },
+    "--impress-truncate": {
+        "cuts the oldest part of a prompt, and not its end": ("allow_auto_truncate", _IS_OFF),
+    },
+    "--pp-size": {
+        "knows no drafts of a pipeline, whose last stage alone makes them": (
+            "speculative_algorithm",
+            (None,),
+        ),
+        "has no stages that prefill for others": ("disaggregation_mode", ("null",)),
+        "has no stages whose ranks run batches of their own": ("attn_dp_size", (1,)),
+        # SGLang 0.5.22 calls it so.
+        "has no stages with batches of their own": ("enable_dp_attention", (False,)),
+    },
 }
 
 # What environment variables that nothing else tells of must be, and why.
@@ -105,9 +130,6 @@ _IDENTITY = (
 )
 _ALSO = ("modelopt_quant", "quantize_and_serve", "rl_quant_profile", "quantization_param_path")
 _ENVIRONMENT_IDENTITY = ("SGLANG_ROPE_CACHE_FP32", "SGLANG_NVFP4_CKPT_FP8_GEMM_IN_ATTN")
-
-# Schedule policies whose order `--impress-schedule` may change.
-_SCHEDULED = ("fcfs", "lpm", "dfs-weight", "hrrn")
 
 # RoPE whose angles depend on the position alone. `longrope` chooses by the longest request of a
 # batch. `mrope` has three positions, which are the same where a prompt has no media.
@@ -143,54 +165,18 @@ def check_options(config: ImpressConfig, options: Any) -> None:
     check_values(options)
     if str(options.kv_cache_dtype).startswith("fp8"):
         config.without_codes(f"KVs in {options.kv_cache_dtype} {EIGHT_BITS}")
-    parts, blends, orders = config.needs_parts, config.blend != OFF, config.schedule != OFF
-    several = [name for name in ("tp_size", "pp_size") if getattr(options, name, 1) > 1]
-    for name in several:
-        used = {
-            f"--impress-policy {config.policy}": parts,
-            "--impress-blend": blends,
-            # A layer is predicted from the one below, which another stage may have.
-            "--impress-basis": config.basis and name == "pp_size",
-            "--impress-schedule": orders,
-        }
-        for flag in (flag for flag, own in used.items() if own):
-            raise UnsupportedError(
-                f"{flag} is not agreed on by several ranks, so it needs --{name.replace('_', '-')} "
-                "1: drop one of them"
-            )
-    if "pp_size" in several:
-        check_values(options, _PIPELINED)
-    whole = "drop --{}, or --impress-policy and --impress-blend"
-    adapts, drafts = options.enable_lora or options.lora_paths, options.speculative_algorithm
-    for refused, why in (
-        (
-            options.disaggregation_mode == "prefill" and (parts or blends),
-            "IMPRESS has no KVs to send of prefixes that it blends or loads in part: "
-            + whole.format("disaggregation-mode"),
-        ),
-        (
-            adapts and (parts or blends),
-            "IMPRESS blends, and loads parts of prefixes, with the model's own weights: "
-            + whole.format("enable-lora"),
-        ),
-        (
-            drafts not in (None, "NGRAM") and blends,
-            "IMPRESS blends the KVs of models without drafts: "
-            + whole.format("speculative-algorithm"),
-        ),
-        (
-            orders and options.schedule_policy not in _SCHEDULED,
-            f"--impress-schedule changes places in the orders {', '.join(_SCHEDULED)}, not in that "
-            f"of --schedule-policy {options.schedule_policy}: choose one of them, or drop it",
-        ),
-        (
-            config.truncate != OFF and options.allow_auto_truncate,
-            "--impress-truncate cuts the oldest part of a prompt that is too long, and "
-            "--allow-auto-truncate its end: drop one of them",
-        ),
-    ):
-        if refused:
-            raise UnsupportedError(why)
+    used = {
+        "--impress-policy": config.needs_parts,
+        "--impress-blend": config.blend != OFF,
+        "--impress-basis": config.basis,
+        "--impress-schedule": config.schedule != OFF,
+        "--impress-truncate": config.truncate != OFF,
+        "--pp-size": options.pp_size > 1,
+    }
+    for flags, rules in _BESIDE.items():
+        for flag in flags.split():
+            if used[flag]:
+                check_values(options, rules, f", or {flag}")
 
 
 def check_values(options: Any, rules: Rules = _WEIGHTS_SEEN, otherwise: str = "") -> None:

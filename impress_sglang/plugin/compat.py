@@ -2,6 +2,7 @@
 
 SGLang swallows exceptions of a plugin and only logs a hook that it could not apply, and a later
 plugin may replace a hooked function. That would go unnoticed until a request gets a wrong answer.
+Our configuration travels with its arguments.
 """
 
 from __future__ import annotations
@@ -15,9 +16,16 @@ from typing import Any
 
 from packaging.version import Version
 
+from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
+
+# ServerArgs drops unknown arguments; underscore attributes survive its pickling to child processes.
+CONFIG_ATTRIBUTE = "_impress_config"
+FROM_CLI_ATTRIBUTE = "_impress_from_cli"
+# Of the worker that a tree cache is built for.
+DRAFTS_ATTRIBUTE = "impress_draft_worker"
 
 OLDEST, NEWEST = "0.5.22", "0.5.23"
 """The releases that were tested; a newer one starts if it passes the checks of the start."""
@@ -94,6 +102,18 @@ def warn_if_untested() -> None:
             OLDEST,
             NEWEST,
         )
+
+
+def config_of(server_args: Any) -> ImpressConfig | None:
+    """The configuration that travels with SGLang's server arguments, or None if IMPRESS is off.
+
+    Without a parsed command line (`sglang.Engine`) it is read from the environment, once, and kept
+    with the arguments, which child processes get. That raises `ConfigError` for a wrong value.
+    """
+    config: ImpressConfig | None = getattr(server_args, CONFIG_ATTRIBUTE, None)
+    if config is None and (config := ImpressConfig.from_environment()) is not None:
+        setattr(server_args, CONFIG_ATTRIBUTE, config)
+    return config
 
 
 def _found(name: str) -> Any:

@@ -12,17 +12,18 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, TypeVar
 
-from impress_sglang.errors import ImpressError, UnsupportedError
-from impress_sglang.plugin.compat import Hook, check_sglang
-from impress_sglang.plugin.flags import (
+from impress_sglang.config import OPTIONS, ImpressConfig
+from impress_sglang.errors import ConfigError, ImpressError, UnsupportedError
+from impress_sglang.plugin.compat import (
     CONFIG_ATTRIBUTE,
     DRAFTS_ATTRIBUTE,
     FROM_CLI_ATTRIBUTE,
-    add_flags,
-    config_from_arguments,
+    Hook,
+    check_sglang,
     config_of,
 )
 
+_DEST_PREFIX = "impress_"
 BACKEND_NAME = "impress"
 _OURS = "impress_sglang.plugin"
 _T = TypeVar("_T")
@@ -57,11 +58,38 @@ class _Enable(argparse.Action):
 
 
 def _after_add_cli_args(result: Any, parser: argparse.ArgumentParser) -> None:
-    add_flags(parser, _Enable)
+    defaults = ImpressConfig()
+    group = parser.add_argument_group("IMPRESS: importance-informed prefix storage")
+    group.add_argument(
+        "--enable-impress",
+        action=_Enable,
+        nargs=0,
+        default=False,
+        help="Keep prefixes on SSD, and load them in few bits.",
+    )
+    for option in OPTIONS:
+        group.add_argument(
+            option.flag,
+            dest=_DEST_PREFIX + option.field,
+            type=option.parse,
+            choices=option.rule.choices,
+            default=None,
+            help=f"{option.help} Default: {getattr(defaults, option.field)}.",
+        )
 
 
 def _after_from_cli_args(server_args: Any, *arguments: Any) -> Any:
-    if (config := _or_exit(lambda: config_from_arguments(arguments[-1]))) is not None:
+    def told() -> ImpressConfig | None:
+        values = {own: getattr(arguments[-1], _DEST_PREFIX + own.field, None) for own in OPTIONS}
+        given = {own: value for own, value in values.items() if value is not None}
+        if getattr(arguments[-1], "enable_impress", False):
+            return ImpressConfig.from_options({own.field: value for own, value in given.items()})
+        if given:
+            flags = ", ".join(own.flag for own in given)
+            raise ConfigError(f"{flags} needs --enable-impress")
+        return None
+
+    if (config := _or_exit(told)) is not None:
         setattr(server_args, CONFIG_ATTRIBUTE, config)
         setattr(server_args, FROM_CLI_ATTRIBUTE, True)
     return server_args
@@ -76,7 +104,7 @@ def _resolve_attention(server_args: Any, previous: Callable[[Any], None]) -> Non
 
     choose_attention(server_args)
     previous(server_args)
-    _or_exit_if_cli(server_args, lambda: turn_off_graphs(server_args))
+    _or_exit(lambda: turn_off_graphs(server_args), server_args)
 
 
 def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
@@ -106,7 +134,7 @@ def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
         check_model(model_config_of(server_args), config)
         share_counts(server_args, options)
 
-    _or_exit_if_cli(server_args, check)
+    _or_exit(check, server_args)
     previous(server_args)
     declare_resolution(server_args, BACKEND_NAME, radix_cache_backend=BACKEND_NAME)
 
@@ -117,13 +145,8 @@ def _make_tree_cache(context: Any) -> Any:
         raise UnsupportedError("--radix-cache-backend impress needs --enable-impress")
     check_sglang(HOOKS)
     import_module(f"{_OURS}.report_transport").opt_in(config.policy)
-    if config.needs_parts:
-        from impress_sglang.paper.plugin.part_cache import make_tree_cache
-
-        return make_tree_cache(context, config)
-    from impress_sglang.plugin.tree_cache import make_tree_cache as make
-
-    return make(context, config)
+    module = "paper.plugin.part_cache" if config.needs_parts else "plugin.tree_cache"
+    return import_module(f"impress_sglang.{module}").make_tree_cache(context, config)
 
 
 def _around_init(
@@ -157,18 +180,14 @@ def _after_draft_worker(_: None, scheduler: Any) -> None:
     setattr(scheduler.tp_worker, DRAFTS_ATTRIBUTE, scheduler.draft_worker)
 
 
-def _or_exit_if_cli(server_args: Any, action: Callable[[], None]) -> None:
-    """Run a check; if started by a command line, exit with one sentence and status 2 on refusal."""
-    if getattr(server_args, FROM_CLI_ATTRIBUTE, False):
-        _or_exit(action)
-    else:
-        action()
-
-
-def _or_exit(action: Callable[[], _T]) -> _T:
+def _or_exit(action: Callable[[], _T], server_args: Any = None) -> _T:
+    """Run a check; on refusal exit with one sentence and status 2, but not in an `Engine`, whose
+    `server_args` are no command line's."""
     try:
         return action()
     except ImpressError as error:
+        if server_args is not None and not getattr(server_args, FROM_CLI_ATTRIBUTE, False):
+            raise
         print(f"sglang: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

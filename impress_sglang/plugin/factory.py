@@ -19,8 +19,7 @@ from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.plugin.capabilities import identity_of_options
-from impress_sglang.plugin.compat import warn_if_untested
-from impress_sglang.plugin.flags import DRAFTS_ATTRIBUTE
+from impress_sglang.plugin.compat import DRAFTS_ATTRIBUTE, warn_if_untested
 from impress_sglang.plugin.pools import (
     PoolLayers,
     full_pool,

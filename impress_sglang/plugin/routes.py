@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 
 from impress_sglang.options import EXACTLY, OFF
 from impress_sglang.plugin.admin import MESSAGE
-from impress_sglang.plugin.flags import config_of
+from impress_sglang.plugin.compat import config_of
 from impress_sglang.plugin.report_transport import REPORT_KEY
 from impress_sglang.plugin.served_cache import OK, RUNNING
 from impress_sglang.serving.custom_params import (
@@ -43,8 +44,8 @@ _MOST_LETTERS = 120
 _PAGE = Path(__file__).parents[1] / "page"
 
 
-class NotDone(Exception):
-    """A right request was not carried out; says why in one sentence."""
+class NotDone(ValueError):
+    """A request was not carried out; says why in one sentence."""
 
     def __init__(self, sentence: str, status: int = 400) -> None:
         """`status` is that of the answer."""
@@ -105,55 +106,48 @@ def _directory_in(stats: Mapping[str, Any]) -> str:
 async def carry_out(verb: str, body: object, request: Request | None = None) -> Any:
     """Carry out what the body of a `request` asks for; returns the answer of the route.
 
-    Raises:
-        ValueError: the body is wrong; says why in one sentence.
-        NotDone: it cannot be carried out, or was not.
+    Raises `ValueError` if the body is wrong, and `NotDone`.
     """
-    if verb == "check":
-        return await check_all()
     if verb == "reorder":
         return await send(verb)
+    if verb == "check":
+        answer = await send(verb, begin=True)
+        while answer["integrity"] == RUNNING:
+            await asyncio.sleep(PAUSE_S)
+            answer = await send(verb)
+        return answer
     several, manager = _several(body) if verb == "warm" else None, tokenizer_manager()
-    asked, vocab_size = list[dict[str, Any]](), manager.model_config.vocab_size
-    for each in [body] if several is None else several:
-        asked.append(fields_of(verb, each, getattr(manager, "tokenizer", None), vocab_size))
-        if len(asked[-1].get("input_ids", ())) > manager.context_len:
-            raise ValueError(f"a prompt has at most {manager.context_len:,} tokens here")
-    if verb == "warm":
-        answers = list[dict[str, Any]]()
-        # One after the other: a later one may begin like an earlier one.
-        for own in asked:
-            try:
-                answers.append(await _warm(own, request))
-            except (ValueError, NotDone) as error:
-                if len(asked) == 1:
-                    raise
-                done = f"{len(answers)} of {len(asked)} prefixes were warmed"
-                status = getattr(error, "status", 400)
-                raise NotDone(f"{done}, and then: {error}", status) from error
-        return answers[0] if several is None else answers
-    if verb != "purge":
-        return await send(verb, **asked[0])
+    each = [body] if several is None else several
+    first, *others = (fields_of(verb, own, manager) for own in each)
+    if verb == "purge":
+        return await _purge(first)
+    if verb != "warm":
+        return await send(verb, **first)
+    answers = list[dict[str, Any]]()
+    # One after the other: a later one may begin like an earlier one.
+    for own in (first, *others):
+        try:
+            answers.append(await _warm(own, request))
+        except ValueError as error:
+            if not others:
+                raise
+            done = f"{len(answers)} of {len(each)} prefixes were warmed"
+            status = getattr(error, "status", 400)
+            raise NotDone(f"{done}, and then: {error}", status) from error
+    return answers[0] if several is None else answers
+
+
+async def _purge(asked: dict[str, Any]) -> dict[str, Any]:
     # One at a time, so that each is completed however many are given. In steps, so that requests of
     # clients are served between them.
     async with _purging:
-        step = asked[0] | {"name": uuid.uuid4().hex}
-        answer = await send(verb, **step)
-        total = dict(answer)
-        while answer["left"]:
-            await asyncio.sleep(PAUSE_S)
-            answer = await send(verb, **step)
-            total = {name: total[name] + count for name, count in answer.items()}
-        return {name: count for name, count in total.items() if name != "left"}
-
-
-async def check_all() -> dict[str, Any]:
-    """Let the scheduler's process check everything, step by step; returns the outcome."""
-    answer: dict[str, Any] = await send("check", begin=True)
-    while answer["integrity"] == RUNNING:
-        await asyncio.sleep(PAUSE_S)
-        answer = await send("check")
-    return answer
+        step, total, left = asked | {"name": uuid.uuid4().hex}, Counter[str](), True
+        while left:
+            answer = await send("purge", **step)
+            left = answer.pop("left")
+            total.update(answer)
+            await asyncio.sleep(PAUSE_S if left else 0)
+        return dict(total)
 
 
 async def _warm(asked: dict[str, Any], request: Request | None) -> dict[str, Any]:
@@ -183,16 +177,17 @@ async def _warm(asked: dict[str, Any], request: Request | None) -> dict[str, Any
     after = await send("warm", **asked)
     # What became of it, by why no more of it is stored.
     was, now = (own["why"]["rest"] or own["why"]["reason"] for own in (before, after))
-    outcomes = {Reason.BEING_WRITTEN: "being_written", Reason.STORED: "stored"}
-    outcome = "stored_before" if was == now == Reason.STORED else outcomes.get(now, "not_stored")
+    outcome = now if now in (Reason.BEING_WRITTEN, Reason.STORED) else "not_stored"
+    outcome = "stored_before" if was == now == Reason.STORED else outcome
     return {**after, "path": meta_info[REPORT_KEY]["path"], "outcome": outcome}
 
 
-def fields_of(verb: str, body: object, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
-    """The fields that a body gives to a request; token ids are below `vocab_size`.
+def fields_of(verb: str, body: object, manager: Any) -> dict[str, Any]:
+    """The fields that a body gives to a request, for SGLang's tokenizer manager.
 
     Raises `ValueError` if it is wrong.
     """
+    vocab_size = manager.model_config.vocab_size
     if not isinstance(body, Mapping) or not body.keys() <= _BODY:
         raise ValueError(f"the body must be a JSON object of {', '.join(sorted(_BODY))}")
     fields = {name: body[name] for name in ("extra_key", "cache_salt") if body.get(name)}
@@ -204,6 +199,7 @@ def fields_of(verb: str, body: object, tokenizer: Any, vocab_size: int) -> dict[
     if text is not None and tokens is not None:
         raise ValueError('give "text" or "input_ids", not both')
     if text is not None:
+        tokenizer = getattr(manager, "tokenizer", None)
         if not isinstance(text, str) or tokenizer is None:
             raise ValueError('"text" must be a text, and needs a server with a tokenizer')
         tokens = tokenizer.encode(text)
@@ -215,6 +211,8 @@ def fields_of(verb: str, body: object, tokenizer: Any, vocab_size: int) -> dict[
             raise ValueError(f"token ids of this model are from 0 to {vocab_size - 1:,}")
         if not tokens:
             raise ValueError("an empty prefix is all of a namespace: leave it out")
+        if len(tokens) > manager.context_len:
+            raise ValueError(f"a prompt has at most {manager.context_len:,} tokens here")
     if verb != "purge" and not {"all", "older_than"}.isdisjoint(body):
         raise ValueError('"all" and "older_than" are for purge')
     if "older_than" in body and not (type(age) in (int, float) and 0 <= age < math.inf):
@@ -328,7 +326,7 @@ def add_routes() -> None:
         async def admin(request: Request, body: Any = Body(None)) -> Any:  # noqa: B008
             try:
                 return await carry_out(verb, body, request)
-            except (ValueError, NotDone) as error:
+            except ValueError as error:
                 status = getattr(error, "status", 400)
                 return JSONResponse({"error": str(error)}, status)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from typing import Any
 
-from impress_sglang.plugin.flags import config_of
+from impress_sglang.plugin.compat import config_of
 from impress_sglang.plugin.report_transport import share
 from impress_sglang.serving.custom_params import (
     KEEP_KEY,

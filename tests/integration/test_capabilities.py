@@ -355,7 +355,8 @@ def test_several_ranks_are_refused_what_one_would_decide(name: str, value: objec
             # Each has one of its own.
             check_options(config, options(tp_size=2))
             continue
-        with pytest.raises(UnsupportedError, match=f"needs --{size.replace('_', '-')} 1"):
+        words = f"drop --{size.replace('_', '-')} 2, or --impress-{name}"
+        with pytest.raises(UnsupportedError, match=words):
             check_options(config, options(**{size: 2}))
 
 

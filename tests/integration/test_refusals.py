@@ -21,8 +21,7 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.plugin import compat
 from impress_sglang.plugin import entry as plugin
-from impress_sglang.plugin.compat import Hook
-from impress_sglang.plugin.flags import config_of
+from impress_sglang.plugin.compat import Hook, config_of
 from tests.integration.tiny_model import write_config
 
 
@@ -162,12 +161,12 @@ def test_without_the_flag_nothing_changes(llama: Path) -> None:
         (["--cpu-offload-gb=4"], "--cpu-offload-gb"),
         (["--radix-cache-backend=flexkv"], "--radix-cache-backend"),
         # Prompts would be cut at both ends.
-        (["--impress-truncate=0.5", "--allow-auto-truncate"], "drop one of them"),
+        (["--impress-truncate=0.5", "--allow-auto-truncate"], "or --impress-truncate"),
         # Orders in which nobody may change places.
         *(
             (
                 ["--impress-schedule=classes", f"--schedule-policy={order}"],
-                f"--schedule-policy {order}: choose",
+                f"--schedule-policy {order}, or --impress-schedule",
             )
             for order in ("random", "lof", "routing-key", "shortest-prefill-first")
         ),

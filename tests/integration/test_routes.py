@@ -32,13 +32,15 @@ def manager_of(**fields: Any) -> SimpleNamespace:
 
 
 def test_bodies_are_read() -> None:
-    own = fields_of("pin", {"text": "abc", "extra_key": "t", "cache_salt": ""}, Tokenizer(), VOCAB)
+    body = {"text": "abc", "extra_key": "t", "cache_salt": ""}
+    own = fields_of("pin", body, manager_of(tokenizer=Tokenizer()))
     assert own == {"input_ids": [97, 98, 99], "extra_key": "t"}
-    assert fields_of("purge", {"all": True}, None, VOCAB) == {"everything": True}
-    assert fields_of("purge", {"extra_key": None}, None, VOCAB) == {}
-    old = fields_of("purge", {"all": True, "older_than": 5}, None, VOCAB)
+    manager = manager_of(tokenizer=None)
+    assert fields_of("purge", {"all": True}, manager) == {"everything": True}
+    assert fields_of("purge", {"extra_key": None}, manager) == {}
+    old = fields_of("purge", {"all": True, "older_than": 5}, manager)
     assert old == {"everything": True, "older_than": 5}
-    assert fields_of("warm", {"input_ids": [1]}, None, VOCAB) == {"input_ids": [1]}
+    assert fields_of("warm", {"input_ids": [1]}, manager) == {"input_ids": [1]}
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,7 @@ def test_bodies_are_read() -> None:
 )
 def test_wrong_orders_are_refused(verb: str, body: object) -> None:
     with pytest.raises(ValueError, match=r"[a-z]"):
-        fields_of(verb, body, Tokenizer(), VOCAB)
+        fields_of(verb, body, manager_of(tokenizer=Tokenizer()))
 
 
 def test_what_is_no_prompt_never_reaches_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:

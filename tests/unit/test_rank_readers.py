@@ -90,7 +90,7 @@ READERS: dict[str, tuple[str, ...]] = {
         "plugin.prefix_loads.PrefixLoads._serving",
         "serving.load_planner.LoadPlanner.choose",
     ),
-    "it is in the process of the HTTP server": ("plugin.routes.carry_out",),
+    "it is in the process of the HTTP server": ("plugin.routes._purge",),
 }
 
 
