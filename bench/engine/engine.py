@@ -33,13 +33,14 @@ from bench.core.report import Result, Row, Table, ratio
 from bench.core.session import BenchFailed, step, work_folder
 from bench.engine.model import MODELS, Model
 from bench.policies.trace import MIN_SIGMA, draw_prefixes
+from impress_sglang.codes.coding import Rows
 from impress_sglang.config import ImpressConfig
 from impress_sglang.storage.files import install
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.writing import Offer, StoreOutcome
 from impress_sglang.transfer.codecs import plain_codec
-from impress_sglang.transfer.filling import FillStats, SlotFiller
+from impress_sglang.transfer.filling import fill
 from impress_sglang.transfer.sources import ReadStats
 from impress_sglang.transfer.warm_up import warm_up
 
@@ -170,7 +171,7 @@ class Engine:
         self._computes = policy == "recompute"
         self._exact = policy != "impress"
         shape = model.shape.kv_shape(model.dtype)
-        self._filler = SlotFiller(shape, model.device, plain_codec(shape))
+        self._codec = plain_codec(shape)
         self._new = torch.arange(new_tokens, device=model.device)
         self.reads = ReadStats()
         """Of all loads."""
@@ -209,8 +210,8 @@ class Engine:
             self.plan_seconds += time.perf_counter() - began
             for layer, (keys, values) in enumerate(self._model.pools):
                 store.ahead.top_up()
-                nothing = contextlib.nullcontext
-                self._filler.fill(layer, source, keys, values, slots, FillStats(), nothing)
+                rows = Rows(keys, values, slots)
+                fill(layer, source, source.read(layer), rows, self._codec)
                 source.end_layer(layer)
             self._model.synchronize()
         finally:

@@ -25,12 +25,14 @@ from torch import Tensor
 from bench.core.options import Option
 from bench.core.report import Result, Table
 from bench.core.session import BenchFailed
+from impress_sglang.codes.coding import Rows
 from impress_sglang.codes.groups.codec import GroupLayout, encode_layer
 from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.codes.rows.basis import Basis, LayerBasis
 from impress_sglang.codes.rows.coder import product_matrix
 from impress_sglang.codes.rows.row import GAINS
-from impress_sglang.transfer.basis_codec import BasisCodec, RowRestorer
+from impress_sglang.transfer.basis_codec import BasisCodec
+from impress_sglang.transfer.sources import Piece
 from impress_sglang.triton import groups as kernels
 
 # Writing it takes longer than queueing what is measured.
@@ -151,8 +153,7 @@ def by_a_basis(args: argparse.Namespace, watch: Watch, device: torch.device) -> 
     basis = Basis("random", ((heads, dim),) * 2, (dataclasses.replace(layer, predict=None), layer))
     angles = torch.rand(m, dim // 2)
     rotation = KeyRotation(lambda _: torch.cat([angles.cos(), angles.sin()], 1), halves=True)
-    codec = BasisCodec(basis, rotation)
-    restorer = RowRestorer(codec, device, kernels=True)
+    codec = BasisCodec(basis, rotation, kernels=True)
     places = torch.arange(m)
     turns = rotation.turns(torch.zeros_like(places), places).to(device)
     codes_of_rows = torch.randint(0, 256, (m, len(bits))) % 2 ** torch.tensor(bits)
@@ -164,12 +165,14 @@ def by_a_basis(args: argparse.Namespace, watch: Watch, device: torch.device) -> 
     layer_below = below.to(device)
 
     def restore() -> Tensor:
-        return restorer.put(1, rows, layer_below, turns, slots, *pools)
+        piece, into = Piece([rows], 0, 0, m), Rows(*pools, slots)
+        return codec.restore(1, [piece], into, (layer_below, turns))[0]
 
     few = min(m, 256)
-    on_cpu = RowRestorer(codec, torch.device("cpu"), kernels=False)
+    on_cpu = BasisCodec(basis, rotation, kernels=False)
     some, spare = turns.to(torch.device("cpu")), [pool[:few].cpu() for pool in pools]
-    wanted = on_cpu.put(1, rows[:few].cpu(), below[:few], some, places[:few], *spare)
+    piece, into = Piece([rows[:few].cpu()], 0, 0, few), Rows(*spare, places[:few])
+    wanted, _ = on_cpu.restore(1, [piece], into, (below[:few], some))
     slack = 2**-6 * float(wanted.abs().max())
     torch.testing.assert_close(restore()[:few].cpu(), wanted, rtol=0, atol=slack)
     matrix = product_matrix(layer).to(device, torch.bfloat16)

@@ -115,7 +115,7 @@ class BlendJob(LoadJob):
     @property
     def seconds(self) -> float:
         """What it took: restoring and computing, without waiting for the drive or for others."""
-        return max(self.fills.seconds - self.reads.wait_ms / 1e3, 0.0) + self.spent
+        return max(self.fill_seconds - self.reads.wait_ms / 1e3, 0.0) + self.spent
 
     def seconds_left(self, num_layers: int, now: float) -> float | None:
         """See `LoadJob.seconds_left`; what is to be computed takes as long as estimated."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,21 +21,32 @@ class Coding(NamedTuple):
 # Codes a layer, given its number, keys [t, G, Dk] and values [t, G, Dv]. It may raise `NotCodable`.
 CodingRule = Callable[[int, Tensor, Tensor], Coding]
 
+
+class Rows(NamedTuple):
+    """Where KVs of tokens go: into pools of keys [n, G, Dk] and of values [n, G, Dv], of which
+    `slots` int64 [t] are rows, distinct."""
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+
+
 # Pools that loops fill in place, and what their numbers are to them.
 _WORDS = {torch.bfloat16: torch.uint16, torch.float32: torch.uint32}
 
 
 @contextlib.contextmanager
-def words_of(pools: Sequence[Tensor], slots: Tensor) -> Iterator[tuple[list[Any], Any]]:
+def words_of(rows: Rows) -> Iterator[tuple[list[Any], Any]]:
     """Pools as arrays of words, and the slots in them, which are to be filled.
 
     Other dtypes, and pools with gaps, are filled in from memory in between.
     """
+    *pools, slots = rows
     dtype = pools[0].dtype
     if dtype in _WORDS and all(own.dtype == dtype and own.is_contiguous() for own in pools):
         yield [own.view(_WORDS[dtype]).numpy() for own in pools], slots.numpy()
         return
-    rows = [torch.empty(len(slots), *own.shape[1:]) for own in pools]
-    yield [own.view(torch.uint32).numpy() for own in rows], torch.arange(len(slots)).numpy()
-    for pool, own in zip(pools, rows, strict=True):
+    between = [torch.empty(len(slots), *own.shape[1:]) for own in pools]
+    yield [own.view(torch.uint32).numpy() for own in between], torch.arange(len(slots)).numpy()
+    for pool, own in zip(pools, between, strict=True):
         pool[slots] = own.to(pool.dtype)

@@ -86,7 +86,7 @@ class PartSource(StoredSource):
     ) -> None:
         """`histories`: of the segments of the spans; `whole`: all tokens will be wanted."""
         super().__init__(spans, reader, pool, cache, codes=False)
-        shape = self._shape
+        shape = self.shape
         keys, values = tuple(shape.key_columns), tuple(shape.value_columns)
         probe: tuple[Column, ...] = (PROBE,) if shape.probe_kv_heads else ()
         # What is certain to be read: besides these, which tokens are wanted is not known.
@@ -125,7 +125,7 @@ class PartSource(StoredSource):
         G, Dv]; None if there are no such heads, or they are not asked for. It raises as
         `read_probe`.
         """
-        shape = self._shape
+        shape = self.shape
         # Keys that are read alone choose the tokens.
         self._chosen, self._probing = values, False
         if tokens is None:
@@ -175,7 +175,7 @@ class PartSource(StoredSource):
         k: int,
     ) -> Tensor:
         """The rows of k tokens in columns of keys or of values, [k, heads, D], from all spans."""
-        shape, device = self._shape, self._cache.device
+        shape, device = self.shape, self._cache.device
         if len(wanted) == len(columns) == 1:
             (own,) = wanted.values()
             return own.rows_in(blocks[0], columns[0])

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from impress_sglang.errors import PrefixUnreadable
@@ -19,9 +20,8 @@ from impress_sglang.loops.types import Float32s, Floats
 from impress_sglang.paper.history import TokenHistory, chunk_shares, mapping_lists
 from impress_sglang.paper.source import PartSource
 from impress_sglang.storage.files import AlignedMemory
-from impress_sglang.storage.layer_bytes import decode_layer
-from impress_sglang.storage.layout import BLOCK_BYTES, PROBE
-from impress_sglang.storage.segment import OpenSegment, SegmentInfo
+from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, SegmentLayout
+from impress_sglang.storage.segment import MappingLists, OpenSegment, SegmentInfo
 from impress_sglang.storage.writer import WriteAbandoned, write_segment
 from impress_sglang.store.policies import make_policy
 from impress_sglang.store.store import PrefixStore
@@ -231,7 +231,7 @@ class PartStore(PrefixStore):
                 raise WriteAbandoned("the segment is not stored any more")
             old.fill(memory, old.layout.layer_offset(layer))
             order = None if old.mapping is None else old.mapping[layer]
-            return decode_layer(old.layout, memory.view, order)
+            return _decode_layer(old.layout, memory.view, order)
 
         write_segment(
             directory.segment_path(info.segment_id),
@@ -283,3 +283,23 @@ class PartStore(PrefixStore):
             self.report(error)
         elif isinstance(error, OSError):
             self.health.failed("a segment could not be reordered", error, reading=False)
+
+
+def _decode_layer(
+    layout: SegmentLayout, memory: memoryview, mapping: MappingLists | None
+) -> tuple[Tensor, Tensor]:
+    """Keys [t, G, Dk] and values [t, G, Dv] in logical order, copied out of a layer's columns."""
+    shape, flat = layout.shape, torch.frombuffer(memory, dtype=torch.uint8)
+    keys = torch.empty(layout.num_tokens, shape.num_kv_heads, shape.key_dim, dtype=shape.dtype)
+    values = keys.new_empty(layout.num_tokens, shape.num_kv_heads, shape.value_dim)
+    parts = flat.split([own.num_bytes for own in layout.columns])
+    for column, (pages, part) in enumerate(zip(layout.columns, parts, strict=True)):
+        if pages.group_bytes:
+            target = values if column in shape.value_columns else keys
+            heads = list(shape.heads(column))
+            rows = pages.groups_in(part)[: layout.num_tokens].view(shape.dtype)
+            if mapping is not None and column != PROBE:
+                head_group = mapping[shape.head_group_of(column)].astype(np.int64)
+                rows = rows[torch.from_numpy(head_group)]
+            target[:, heads] = rows.unflatten(1, (len(heads), -1))
+    return keys, values

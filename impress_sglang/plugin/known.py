@@ -249,8 +249,8 @@ class KnownRequests:
             report[name] = report.get(name, 0) + count
         report.update(
             bits=known.kv_class.bits,
-            bits_mean=job.fills.bits,
-            load_ms=round(report["load_ms"] + job.fills.seconds * 1e3 - job.reads.wait_ms, 3),
+            bits_mean=job.bits,
+            load_ms=round(report["load_ms"] + job.fill_seconds * 1e3 - job.reads.wait_ms, 3),
             layers_whole=self.service.shape.num_layers,
             prefetched=True,
         )
@@ -262,7 +262,7 @@ class KnownRequests:
                 "tokens": len(job),
                 "queued_ms": round((job.began_at - job.planned_at) * 1e3, 3),
                 "read_ms": round(job.reads.wait_ms, 3),
-                "restored_ms": round(job.fills.seconds * 1e3 - job.reads.wait_ms, 3),
+                "restored_ms": round(job.fill_seconds * 1e3 - job.reads.wait_ms, 3),
                 "ssd_bytes": job.reads.ssd_bytes,
             },
         )

@@ -3,7 +3,7 @@
 A stream is a view [slots, heads, dimensions] of a pool, in the dtype that its bytes are kept in.
 Storage cuts, keeps and restores streams without knowing what they are; it calls the first one keys
 and the second one values, which they are in most pools. What else a pool keeps (index keys of
-sparse attention, rows of windows, drafts) is packed into further layers: `transfer.packed`.
+sparse attention, rows of windows, drafts) is packed into further layers: `filling.PackedLayers`.
 
 Layers without KVs (linear attention, Mamba) keep a state where a prefix ends, without which it
 cannot be used. In the store a state stands behind its prefix, as KVs of tokens that nobody sends:
@@ -26,7 +26,7 @@ from impress_sglang.codes.groups.codec import DIM_GRAIN
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import STATE_TOKEN, Tokens
-from impress_sglang.transfer.packed import PackedLayers
+from impress_sglang.transfer.filling import PackedLayers, StoredLayers
 
 EIGHT_BITS = (
     "are stored as they are, because in few bits they would take four fifths of that or more"
@@ -37,18 +37,15 @@ STATEFUL = "states of layers without KVs are stored with the others, and only as
 _OTHER_STATES = ("mamba_ckpt_pool", "mamba_v2p_table")
 
 
-class PoolLayers:
+class PoolLayers(StoredLayers):
     """The streams of the layers of SGLang's pool, without waiting for any."""
 
     def __init__(self, pool: Any) -> None:
+        super().__init__(self._of_pool)
         self._pool = full_pool(pool)
         self._whole = None if window_pool(pool) is None else pool
-        self.packed: PackedLayers | None = None
-        """What other pools keep of the same tokens."""
         self.beyond = 0
         """On how many tokens behind its own a slot depends: drafts are given the next one."""
-        self.states: PackedLayers | None = None
-        """What layers without KVs keep where a prefix ends."""
 
     def add(
         self, shape: KVShape, pools: Sequence[Any], window: int = 0, *, raw: bool = True
@@ -71,7 +68,7 @@ class PoolLayers:
             shape, num_layers=shape.num_layers + count, raw_layers=count if raw else 0
         )
 
-    def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
+    def _of_pool(self, layer: int) -> tuple[Tensor, Tensor]:
         """Both streams of a layer, counted from the first of the pool."""
         pool, number = self._pool, layer + self._pool.start_layer
         if is_latent(pool):

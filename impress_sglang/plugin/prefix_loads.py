@@ -59,9 +59,7 @@ class PrefixLoads:
         # What was planned and is not agreed on, by request.
         self._planned: dict[str, _Planned] = {}
         layers = requests.layers
-        device = layers(0)[0].device
-        others = layers.packed, layers.states
-        self._loader = JobLoader(service.shape, device, layers, service.codec, *others)
+        self._loader = JobLoader(layers(0)[0].device, layers, service.codec)
         slots = TreeSlots(requests, scheduler, lambda job: self._late.put_back(job))
         self._least = service.config.min_prefix_tokens
         self._agreement = Agreement(requests.ranks, self._loader)

@@ -45,7 +45,7 @@ from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredSpan
 from impress_sglang.store.writing import Offer
 from impress_sglang.transfer.codecs import Codec
-from impress_sglang.transfer.filling import FillStats, SlotFiller
+from impress_sglang.transfer.filling import fill
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ def _error(
     used = 1 + torch.randperm(_size_of(main), generator=random)[: 3 * count]
     used = used.to(layers(0)[0].device)
     written, filled, _ = used.split(count)
-    rows, filler = layers.rows(filled), SlotFiller(shape, used.device, codec)
+    rows = layers.rows(filled)
     given = [own for runner in runners for own in _give(runner, used, random, full_pool(main))]
     stream = runners[0].forward_stream
     spans = _stored(store, np.arange(count, dtype=np.int32), layers.read, written, stream)
@@ -143,14 +143,11 @@ def _error(
             # What was loaded before shows nothing.
             part[rows] = 0
         for layer in range(shape.num_layers):
-            how = FillStats(), contextlib.nullcontext
-            if packed is not None and layer >= packed.first:
-                packed.fill(filler, layer, source, rows, *how)
-                continue
-            both = layers(layer)
-            for kvs in both:
-                kvs[filled] = 0
-            filler.fill(layer, source, *both, filled, *how)
+            own_rows = packed is not None and layer >= packed.first
+            with layers.into(layer, rows if own_rows else filled) as into:
+                for kvs in into[:2]:
+                    kvs[into.slots] = 0
+                fill(layer, source, source.read(layer), into, codec)
         store.close_source(source)
         for own in given:
             coded = not exact and (own.of_model or not shape.raw_layers)
@@ -162,7 +159,8 @@ def _error(
         spans = _stored(store, behind(np.empty(0, np.int32), states), states.read, first, stream)
         source = store.segments.open(spans, exact=True)
         for layer in range(states.shape.num_layers):
-            states.fill(filler, layer, source, second, FillStats(), contextlib.nullcontext)
+            with states.into(layer, second) as into:
+                fill(layer, source, source.read(layer), into, codec)
         store.close_source(source)
         errors = [own.difference(0.0) for own in given]
         for part in states.parts():

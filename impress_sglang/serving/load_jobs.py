@@ -23,15 +23,14 @@ import torch
 from torch import Tensor
 
 from impress_sglang.errors import PrefixUnreadable
+from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.kv_class import KVClass
-from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredMatch, StoredSpan
 from impress_sglang.threads import compute_alone
 from impress_sglang.transfer.codecs import Codec
-from impress_sglang.transfer.filling import FillStats, SlotFiller
-from impress_sglang.transfer.packed import PackedLayers
+from impress_sglang.transfer.filling import StoredLayers, fill
 from impress_sglang.transfer.sources import ReadStats, WholeSource
 
 logger = logging.getLogger(__name__)
@@ -113,7 +112,10 @@ class LoadJob:
     planned_at: float = dataclasses.field(default_factory=time.monotonic)
     began_at: float = 0.0
     reads: ReadStats = dataclasses.field(default_factory=ReadStats)
-    fills: FillStats = dataclasses.field(default_factory=FillStats)
+    fill_seconds: float = 0.0
+    """How long reading and restoring took, with the wait for the drive."""
+    bits: float = EXACT_BITS
+    """Of an element of what was filled in."""
     events: list[Any] = dataclasses.field(default_factory=list)
     """On an accelerator, an event after each layer."""
     stream: Any = None
@@ -262,27 +264,17 @@ class JobLoader:
 
     def __init__(
         self,
-        shape: KVShape,
         device: torch.device,
-        layers: Callable[[int], tuple[Tensor, Tensor]],
+        layers: StoredLayers,
         codec: Codec | None = None,
-        packed: PackedLayers | None = None,
-        states: PackedLayers | None = None,
     ) -> None:
-        """`layers` gives the pools of keys and values of a layer; `device`: where these are.
-
-        `codec` restores codes, if there are some; `packed` are the layers behind those of the
-        pools, `states` what layers without KVs have where a job ends.
-        """
+        """`device`: where the pools are; `codec` restores codes, if there are some."""
         self.wake = threading.Event()
         """Set when a job has ended."""
-        self._shape = shape
-        self._layers = layers
-        self._packed = packed
+        self._layers, self._codec = layers, codec
+        packed = layers.packed
         # These layers are brought by themselves.
         self._windows_from = packed.first if packed is not None and packed.window else None
-        self._states = states
-        self._filler = SlotFiller(shape, device, codec)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._asking = True
         self._measuring = False
@@ -334,7 +326,7 @@ class JobLoader:
             elif isinstance(job, LoadJob):
                 with self._failing(job):
                     job.began_at = time.monotonic()
-                    if self._states is not None and not job.behind:
+                    if self._layers.states is not None and not job.behind:
                         # Another rank has one where this one has none.
                         raise PrefixUnreadable("", "its state is gone")
                     source = job.open()
@@ -355,7 +347,7 @@ class JobLoader:
                 self._measuring = False
 
     def _load(self, job: LoadJob, source: WholeSource, others: _Opened) -> None:
-        def fill(layer: int, source: WholeSource, slots: Tensor, after: AfterFill | None) -> None:
+        def load(layer: int, source: WholeSource, slots: Tensor, after: AfterFill | None) -> None:
             self._load_layer(layer, job, source, slots, after)
             self._open(others)
 
@@ -364,11 +356,11 @@ class JobLoader:
                 if self._stream is not None:
                     self._stream.wait_event(job.after)
                 job.stream = self._stream
-                job.bring(source, fill)
+                job.bring(source, load)
                 if self._windows_from is not None:
-                    job.bring_rows(self._windows_from, fill)
-                if self._states is not None:
-                    job.bring_rows(0, fill)
+                    job.bring_rows(self._windows_from, load)
+                if self._layers.states is not None:
+                    job.bring_rows(0, load)
             self._end(job, JobState.LOADED)
 
     @contextlib.contextmanager
@@ -395,15 +387,16 @@ class JobLoader:
     ) -> None:
         if job.revoked:
             raise JobRevoked
-        packed = self._states if slots is job.rows and self._states is not None else self._packed
-        if packed is not None and layer >= packed.first:
-            packed.fill(self._filler, layer, source, slots, job.fills, job.writing)
-        else:
-            keys, values = self._layers(layer)
-            self._filler.fill(layer, source, keys, values, slots, job.fills, job.writing)
+        states, began = self._layers.states, time.perf_counter()
+        into = self._layers if states is None or slots is not job.rows else states
+        found = source.read(layer)
+        with job.writing(), into.into(layer, slots) as rows:
+            fill(layer, source, found, rows, self._codec)
             if after is not None:
-                with job.writing():
-                    after(keys)
+                after(rows.keys)
+        job.fill_seconds += time.perf_counter() - began
+        if source.codes:
+            job.bits = source.shape.code_bits
         job.note_layer()
         source.end_layer(layer)
         job.store.ahead.top_up()

@@ -21,7 +21,7 @@ from impress_sglang.storage.quality import ANYTHING, Quality
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.policies import LoadOptions
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSpan
-from impress_sglang.transfer.packed import PackedLayers
+from impress_sglang.transfer.filling import PackedLayers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

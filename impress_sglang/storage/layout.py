@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from impress_sglang.codes.groups.codec import GROUP_TOKENS, GroupLayout
 from impress_sglang.codes.pages import Pages, page_groups_for
@@ -154,6 +155,24 @@ class KVShape:
         """Bytes of all keys and values of a token in a layer."""
         return self.num_kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
+    def rows_of(self, keys: Tensor, values: Tensor) -> Tensor:
+        """All keys [t, G, Dk] and then all values [t, G, Dv] of each token, uint8 [t, bytes]."""
+        return torch.cat([keys.flatten(1), values.flatten(1)], 1).view(torch.uint8)
+
+    def kvs_of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [..., G, Dk] and values [..., G, Dv] that are in such rows, not copied."""
+        key_bytes = self.num_kv_heads * self.key_dim * self.dtype.itemsize
+        both = rows.tensor_split([key_bytes], -1)
+        keys, values = (own.view(self.dtype).unflatten(-1, (self.num_kv_heads, -1)) for own in both)
+        return keys, values
+
+    @functools.cached_property
+    def code_bytes(self) -> tuple[int, ...]:
+        """Bytes of a group of codes in each layer that has some; with a basis, of a token."""
+        if self.basis or not self.coded:
+            return self.row_bytes_of_layers
+        return (self.group_layout.group_bytes,) * self.first_raw
+
     @functools.cached_property
     def fields(self) -> Mapping[str, Any]:
         """The shape as JSON-compatible values."""
@@ -213,11 +232,10 @@ class SegmentLayout:
         shape = self.shape
         if not shape.coded:
             return ()
+        tokens, sizes = 1 if shape.basis else GROUP_TOKENS, shape.code_bytes
         if shape.basis:
-            tokens, sizes = 1, shape.row_bytes_of_layers
             count = page_groups_for(sizes, BLOCK_BYTES, grain=64, most=1024, padding=1 / 64)
         else:
-            tokens, sizes = GROUP_TOKENS, (shape.group_layout.group_bytes,) * shape.first_raw
             count = page_groups_for(sizes[:1], BLOCK_BYTES, grain=1, most=8, padding=1 / 128)
         pages = {own: Pages(self.num_tokens, tokens, own, count, BLOCK_BYTES) for own in set(sizes)}
         return tuple(pages[own] for own in sizes)

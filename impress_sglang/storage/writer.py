@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from impress_sglang.codes.coding import CodingRule
 from impress_sglang.storage.files import AlignedMemory, FileSystem
-from impress_sglang.storage.layer_bytes import encode_layer, put_sinks
-from impress_sglang.storage.layout import BLOCK_BYTES
+from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, SegmentLayout
 from impress_sglang.storage.segment import (
     MappingLists,
     SegmentHeader,
@@ -82,10 +82,11 @@ def write_segment(
             if coding is not None and layer < shape.first_raw:
                 groups, fit = coding(layer, keys, values)
                 fits[layer : layer + 1] = fit
-                put_sinks(sinks[layer], keys, values)
+                first_tokens = slice(sinks.shape[1])
+                sinks[layer] = shape.rows_of(keys[first_tokens], values[first_tokens]).numpy()
             own_mapping = None if mapping is None else mapping[layer]
             body = memory[: layout.layer_bytes(layer)]
-            encode_layer(layout, layer, keys, values, own_mapping, body, groups)
+            _encode_layer(layout, layer, keys, values, own_mapping, body, groups)
             blocks = len(body) // BLOCK_BYTES
             checksums[first : first + blocks] = block_checksums(body, range(blocks))
             first += blocks
@@ -122,3 +123,32 @@ def publishing(
             files.unlink(temporary)
         raise
     files.sync_directory(path.parent)
+
+
+def _encode_layer(
+    layout: SegmentLayout,
+    layer: int,
+    keys: Tensor,
+    values: Tensor,
+    mapping: MappingLists | None,
+    memory: memoryview,
+    groups: Tensor | None,
+) -> None:
+    """Lay a layer out in `memory`; `groups` is the same in codes, if the layer has codes."""
+    shape, flat = layout.shape, torch.frombuffer(memory, dtype=torch.uint8)
+    if layer >= shape.first_raw:
+        layout.rows.put_groups(shape.rows_of(keys, values), flat)
+        return
+    parts = flat[: layout.columns_bytes].split([own.num_bytes for own in layout.columns])
+    for column, (pages, part) in enumerate(zip(layout.columns, parts, strict=True)):
+        if pages.group_bytes:
+            rows = values if column in shape.value_columns else keys
+            if mapping is not None and column != PROBE:
+                rows = rows[torch.from_numpy(np.argsort(mapping[shape.head_group_of(column)]))]
+            heads = shape.heads(column)
+            # Of one head it is a view, and copied in half the time.
+            rows = rows[:, heads[0]] if len(heads) == 1 else rows[:, list(heads)]
+            rows = rows.contiguous().view(torch.uint8)
+            pages.put_groups(rows.view(layout.num_tokens, pages.group_bytes), part)
+    if groups is not None:
+        layout.codes[layer].put_groups(groups, flat[layout.columns_bytes :])

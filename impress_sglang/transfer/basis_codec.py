@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from impress_sglang.codes.coding import Coding, CodingRule, words_of
+from impress_sglang.codes.coding import Coding, CodingRule, Rows, words_of
 from impress_sglang.codes.rotation import KeyRotation, Turns
 from impress_sglang.codes.rows.basis import Basis
 from impress_sglang.codes.rows.coder import (
@@ -30,7 +30,7 @@ from impress_sglang.errors import ConfigError, NotCodable
 from impress_sglang.loops.types import Float32s
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.codecs import Energy
-from impress_sglang.transfer.sources import WholeSource
+from impress_sglang.transfer.sources import Piece
 
 # Tokens that a CPU restores at once: what is between its loops stays in a cache.
 TILE_TOKENS = 512
@@ -68,17 +68,29 @@ def shape_by(basis: Basis, shape: KVShape) -> KVShape:
 
 
 class BasisCodec:
-    """A basis, and how the model that it was fitted to rotates its keys: a `codecs.Codec`."""
+    """A basis, and how the model that it was fitted to rotates its keys: a `codecs.Codec`.
+
+    It restores with compiled loops and products of torch, or with two kernels for each layer, which
+    wait for nothing.
+    """
 
     # Most bases find random KVs unlike all that they know.
     by_energy, worst_error = False, math.inf
     instead = "no --impress-basis"
 
-    def __init__(self, basis: Basis, rotation: KeyRotation, beyond: int = 0) -> None:
-        """`basis` is on the CPU. KVs are stored as those of a token so many positions behind."""
+    def __init__(
+        self, basis: Basis, rotation: KeyRotation, beyond: int = 0, *, kernels: bool | None = None
+    ) -> None:
+        """`basis` is on the CPU. KVs are stored as those of a token so many positions behind.
+
+        `kernels`: whether kernels restore; None: on a GPU.
+        """
         self.basis = basis
         self.rotation = rotation
         self.beyond = beyond
+        self._kernels = kernels
+        # What restores takes of each layer, where the pools are.
+        self._tables: list[Any] = []
 
     def positions(self, first: int, count: int) -> Tensor:
         """Where the tokens stood whose KVs are stored as those from token `first` on."""
@@ -110,129 +122,76 @@ class BasisCodec:
 
         return code
 
-    def restorer(self, device: torch.device, *, kernels: bool) -> RowRestorer:
-        """See `Codec.restorer`."""
-        return RowRestorer(self, device, kernels=kernels)
+    def restore(
+        self, layer: int, pieces: Sequence[Piece], rows: Rows, state: Any = None
+    ) -> tuple[Tensor, Turns]:
+        """See `Codec.restore`; all tensors are where the pools are.
 
+        The state is what the layer was restored to, less its mean, bfloat16 [t, X], which the next
+        call may overwrite; and the turns of keys to where they stood when they were stored.
+        """
+        device = rows.slots.device
+        if not self._tables:
+            self._kernels = rows.slots.is_cuda if self._kernels is None else self._kernels
+            self._tables = self._tables_of_layers(device)
+        if state is None:
+            places = torch.cat([self.positions(own.position, own.length) for own in pieces])
+            state = None, self.rotation.turns(torch.zeros_like(places), places).to(device)
+        below, turns = state
+        groups = [own.parts[0] for own in pieces]
+        joined = torch.cat(groups) if len(groups) > 1 else groups[0]
+        put = self._put_by_kernels if self._kernels else self._put_by_loops
+        return put(layer, joined, below, turns, rows), turns
 
-class RowRestorer:
-    """Restores layers by a basis, and puts them into slots; one thread.
-
-    With compiled loops and products of torch, or with two kernels for each layer, which wait for
-    nothing.
-    """
-
-    def __init__(self, codec: BasisCodec, device: torch.device, *, kernels: bool) -> None:
-        """`device`: where the pools are."""
-        self._codec, self._basis, self._rotation = codec, codec.basis, codec.rotation
-        self._device, self._kernels = device, kernels
+    def _tables_of_layers(self, device: torch.device) -> list[Any]:
         # Imported only where they are used: Triton is not needed on a CPU, Numba not on a GPU.
-        if kernels:
-            from impress_sglang.triton import rows as by_kernels
-
-            self._module: Any = by_kernels
-            levels, gains = (torch.from_numpy(own).to(device) for own in (LEVEL_TABLE, GAIN_TABLE))
-        else:
+        if not self._kernels:
             from impress_sglang.loops import rows as by_loops
 
-            self._module = by_loops
-        self._layers: list[Any] = []
-        for own, layout in zip(codec.basis.layers, codec.basis.layouts, strict=True):
-            matrix = product_matrix(own)
-            if kernels:
-                places = self._module.places_of(layout).to(device)
-                tables = places, levels, gains, matrix.to(device, torch.bfloat16)
-                self._layers.append(self._module.LayerTables(*tables, own.mean.to(device)))
-            else:
-                self._layers.append((layout.tables(), matrix, own.mean))
+            self._module: Any = by_loops
+            each = zip(self.basis.layouts, self.basis.layers, strict=True)
+            return [(layout.tables(), product_matrix(own), own.mean) for layout, own in each]
+        from impress_sglang.triton import rows as by_kernels
 
-    def restore(
-        self,
-        layer: int,
-        source: WholeSource,
-        groups: Sequence[Tensor],
-        keys: Tensor,
-        values: Tensor,
-        slots: Tensor,
-    ) -> None:
-        """See `Restorer.restore`."""
-        rows = torch.cat(list(groups)) if len(groups) > 1 else groups[0]
-        below, turns = source.state or (None, self._turns(source))
-        below = self.put(layer, rows, below, turns, slots, keys, values)
-        source.state = below, turns
-
-    def launch(self, keys: Tensor, values: Tensor) -> None:
-        """See `Restorer.launch`."""
-        slots, below = torch.arange(len(keys)), None
-        turns = self._rotation.turns(torch.zeros_like(slots), slots).to(self._device)
-        slots = slots.to(self._device)
-        # Those of some layers differ.
-        for layer, layout in enumerate(self._basis.layouts):
-            rows = slots.new_zeros(len(keys), layout.row_bytes, dtype=torch.uint8)
-            below = self.put(layer, rows, below, turns, slots, keys, values)
-
-    def _turns(self, source: WholeSource) -> Turns:
-        """Turns of the keys of a source's tokens to where they stood when they were stored."""
-        places = torch.cat(
-            [
-                self._codec.positions(segment.info.prefix_len + own.start, len(own))
-                for segment, own, _ in source.spans
-            ]
-        )
-        return self._rotation.turns(torch.zeros_like(places), places).to(self._device)
-
-    def put(
-        self, layer: int, rows: Tensor, below: Tensor | None, turns: Turns, slots: Tensor,
-        *pools: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """Put a layer of tokens into slots; all tensors are where the pools are.
-
-        Args:
-            layer: from 0.
-            rows: uint8 [t, row_bytes].
-            below: what this returned for the layer below, and may overwrite; None in layer 0.
-            turns: of the keys.
-            slots: int64 [t], distinct.
-            pools: of keys [slots, G, Dk] and of values [slots, G, Dv].
-
-        Returns:
-            What the layer was restored to, less its mean: bfloat16 [t, X].
-        """
-        put = self._put_by_kernels if self._kernels else self._put_by_loops
-        return put(layer, rows, below, turns, slots, *pools)
+        self._module, found = by_kernels, []
+        levels, gains = (torch.from_numpy(own).to(device) for own in (LEVEL_TABLE, GAIN_TABLE))
+        for layout, own in zip(self.basis.layouts, self.basis.layers, strict=True):
+            places = by_kernels.places_of(layout).to(device)
+            matrix = product_matrix(own).to(device, torch.bfloat16)
+            tables = places, levels, gains, matrix, own.mean.to(device)
+            found.append(by_kernels.LayerTables(*tables))
+        return found
 
     def _put_by_kernels(
-        self, layer: int, rows: Tensor, below: Tensor | None, turns: Turns, slots: Tensor,
-        *pools: Tensor,
-    ) -> Tensor:  # fmt: skip
-        tables, angles = self._layers[layer], (turns.cos.flatten(1), turns.sin.flatten(1))
-        components = self._module.unpack(rows, tables)
-        halves = self._rotation.halves
-        return self._module.restore(components, below, tables, angles, slots, *pools, halves=halves)
+        self, layer: int, groups: Tensor, below: Tensor | None, turns: Turns, rows: Rows
+    ) -> Tensor:
+        tables, angles = self._tables[layer], (turns.cos.flatten(1), turns.sin.flatten(1))
+        components, halves = self._module.unpack(groups, tables), self.rotation.halves
+        into = rows.slots, rows.keys, rows.values
+        return self._module.restore(components, below, tables, angles, *into, halves=halves)
 
     def _put_by_loops(
-        self, layer: int, rows: Tensor, below: Tensor | None, turns: Turns, slots: Tensor,
-        *pools: Tensor,
-    ) -> Tensor:  # fmt: skip
-        tables, matrix, mean = self._layers[layer]
-        restored = torch.empty(len(rows), len(mean), dtype=torch.bfloat16)
+        self, layer: int, groups: Tensor, below: Tensor | None, turns: Turns, rows: Rows
+    ) -> Tensor:
+        tables, matrix, mean = self._tables[layer]
+        restored = torch.empty(len(groups), len(mean), dtype=torch.bfloat16)
         angles = turns.cos.flatten(1).numpy(), turns.sin.flatten(1).numpy()
-        for at in range(0, len(rows), TILE_TOKENS):
+        for at in range(0, len(groups), TILE_TOKENS):
             own = slice(at, at + TILE_TOKENS)
-            factors = self._factors(tables, rows[own], None if below is None else below[own])
+            factors = self._factors(tables, groups[own], None if below is None else below[own])
             product = product_of(factors, matrix, restored[own]).view(torch.uint16).numpy()
             arguments: list[Any] = [product, mean.numpy(), *(part[own] for part in angles)]
-            with words_of(pools, slots[own]) as (words, into):
-                arguments += [self._rotation.halves, into, *self._basis.shapes[0]]
+            with words_of(rows._replace(slots=rows.slots[own])) as (words, into):
+                arguments += [self.rotation.halves, into, *self.basis.shapes[0]]
                 self._module.fill(*arguments, *(part.reshape(len(part), -1) for part in words))
         return restored
 
-    def _factors(self, tables: Any, rows: Tensor, below: Tensor | None) -> Tensor:
+    def _factors(self, tables: Any, groups: Tensor, below: Tensor | None) -> Tensor:
         """What is multiplied to restore rows: components, and `below`; bfloat16 [t, C + X]."""
         # Its end has zeros, which no loop changes.
-        parts = torch.zeros(len(rows), tables.parts, dtype=torch.uint8)
-        components = torch.empty(len(rows), int(tables.bounds[-1]))
+        parts = torch.zeros(len(groups), tables.parts, dtype=torch.uint8)
+        components = torch.empty(len(groups), int(tables.bounds[-1]))
         arrays = tables.areas, tables.runs, tables.bounds, CURVES, GAIN_TABLE
-        self._module.unpack(rows.contiguous().numpy(), *arrays, parts.numpy(), components.numpy())
+        self._module.unpack(groups.contiguous().numpy(), *arrays, parts.numpy(), components.numpy())
         found = components.bfloat16()
         return found if below is None else torch.cat([found, below], 1)

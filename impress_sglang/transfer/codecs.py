@@ -8,36 +8,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from impress_sglang.codes.coding import Coding, CodingRule
+from impress_sglang.codes.coding import Coding, CodingRule, Rows
 from impress_sglang.codes.groups.codec import GROUP_TOKENS, GroupLayout, encode_layer
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.transfer.sources import WholeSource
+from impress_sglang.transfer.sources import Piece
 
 # For a layer and the shape [G, Dk] of its keys, the energy of their channels; None: not known.
 Energy = Callable[[int, torch.Size], Tensor | None]
-
-
-class Restorer(Protocol):
-    """Restores layers from codes, and puts them into slots; one thread."""
-
-    def restore(
-        self,
-        layer: int,
-        source: WholeSource,
-        groups: Sequence[Tensor],
-        keys: Tensor,
-        values: Tensor,
-        slots: Tensor,
-    ) -> None:
-        """Put a layer of a source into slots; layers are restored in ascending order.
-
-        `groups` are of each span those that have its tokens, uint8 [groups, group_bytes]. Pools are
-        of keys [slots, G, Dk] and of values [slots, G, Dv]; `slots` int64 [source.num_tokens] on
-        their device, distinct.
-        """
-
-    def launch(self, keys: Tensor, values: Tensor) -> None:
-        """Launch each kernel in all variants; pools [t, G, D] of some tokens are overwritten."""
 
 
 class Codec(Protocol):
@@ -57,8 +34,11 @@ class Codec(Protocol):
         `alone`, for KVs of which they would say too little.
         """
 
-    def restorer(self, device: torch.device, *, kernels: bool) -> Restorer:
-        """What restores into pools on a device, by kernels or by loops."""
+    def restore(self, layer: int, pieces: Sequence[Piece], rows: Rows, state: Any = None) -> Any:
+        """Put a layer that was read in codes into rows, by loops, or by kernels on a GPU.
+
+        `state` is what this returned for the layer below of the same tokens; one thread restores.
+        """
 
 
 class GroupCodec:
@@ -67,8 +47,9 @@ class GroupCodec:
     by_energy, worst_error = True, 0.15
     instead = "--impress-policy paper, which has none"
 
-    def __init__(self, layout: GroupLayout) -> None:
-        self._layout = layout
+    def __init__(self, layout: GroupLayout, *, kernels: bool | None = None) -> None:
+        """`kernels`: whether kernels restore; None: on a GPU."""
+        self._layout, self._kernels = layout, kernels
 
     def rule(self, first: int, energy: Energy, *, alone: bool = False) -> CodingRule:
         """See `Codec.rule`; everything can be coded."""
@@ -78,36 +59,22 @@ class GroupCodec:
 
         return code
 
-    def restorer(self, device: torch.device, *, kernels: bool) -> Restorer:
-        """See `Codec.restorer`."""
-        return _GroupRestorer(self._layout, kernels=kernels)
-
-
-def plain_codec(shape: KVShape) -> Codec | None:
-    """The codec that needs no basis, if a shape has its codes."""
-    return GroupCodec(shape.group_layout) if shape.coded and not shape.basis else None
-
-
-class _GroupRestorer:
-    def __init__(self, layout: GroupLayout, *, kernels: bool) -> None:
-        self._layout = layout
+    def restore(self, layer: int, pieces: Sequence[Piece], rows: Rows, state: Any = None) -> None:
+        """See `Codec.restore`; there is no state."""
         module: Any
         # Imported only where it is used: Numba is not needed on a GPU, Triton not on a CPU.
-        if kernels:
+        if rows.slots.is_cuda if self._kernels is None else self._kernels:
             from impress_sglang.triton import groups as module
         else:
             from impress_sglang.codes.groups import slots as module
-        self._put = module.restore
+        parts: Sequence[Tensor] = rows.slots.split([piece.length for piece in pieces])
+        for piece, slots in zip(pieces, parts, strict=True):
+            place = piece.start % GROUP_TOKENS, slots, rows.keys, rows.values
+            module.restore(self._layout, piece.parts[0], *place)
 
-    def restore(
-        self, layer: int, source: WholeSource, groups: Sequence[Tensor], keys: Tensor,
-        values: Tensor, slots: Tensor,
-    ) -> None:  # fmt: skip
-        parts: Sequence[Tensor] = slots.split(source.lengths)
-        for (_, tokens, _), own, places in zip(source.spans, groups, parts, strict=True):
-            self._put(self._layout, own, tokens.start % GROUP_TOKENS, places, keys, values)
 
-    def launch(self, keys: Tensor, values: Tensor) -> None:
-        slots = torch.arange(len(keys), device=keys.device)
-        groups = slots.new_zeros(1, self._layout.group_bytes, dtype=torch.uint8)
-        self._put(self._layout, groups, 0, slots, keys, values)
+def plain_codec(shape: KVShape, *, kernels: bool | None = None) -> Codec | None:
+    """The codec that needs no basis, if a shape has its codes; `kernels`: see `GroupCodec`."""
+    return (
+        GroupCodec(shape.group_layout, kernels=kernels) if shape.coded and not shape.basis else None
+    )

@@ -1,99 +1,132 @@
-"""Fills slots of a pool with whole layers of a stored prefix, exact or from codes.
+"""Fills rows of pools with whole layers of a stored prefix, exact or from codes; and where the
+layers of a segment are in pools.
 
 Stage: load. Rows are ordinary: attention does not need to know.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from impress_sglang.options import EXACT_BITS
+from impress_sglang.codes.coding import Rows
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.transfer.codecs import Codec, Restorer
-from impress_sglang.transfer.sources import WholeSource
-
-Writing: TypeAlias = Callable[[], AbstractContextManager[None]]
-"""What it makes is entered while slots are written; it may raise."""
+from impress_sglang.transfer.codecs import Codec
+from impress_sglang.transfer.sources import Piece, WholeSource
 
 
-@dataclasses.dataclass(slots=True)
-class FillStats:
-    """What filling took: seconds, those of waiting for the drive among them, and bits.
+def fill(
+    layer: int, source: WholeSource, found: Sequence[Piece], rows: Rows, codec: Codec | None
+) -> None:
+    """Put a layer, in which this was `found` by `source.read`, into the rows of all tokens.
 
-    `bits` are those of an element of what was filled in.
+    Layers ascend for each source. `codec`: None if there are no codes.
+    """
+    shape = source.shape
+    slots: Sequence[Tensor] = rows.slots.split(source.lengths)
+    if source.codes and layer < shape.first_raw:
+        assert codec is not None, "there are codes, and no codec"
+        source.state = codec.restore(layer, found, rows, source.state)
+        for number, sinks in source.sinks.items():
+            for pool, exact in zip(rows[:2], sinks, strict=True):
+                pool[slots[number][: exact.shape[1]]] = exact[layer]
+        return
+    for piece, own in zip(found, slots, strict=True):
+        if layer >= shape.first_raw:
+            pools: Sequence[Tensor] = rows[:2]
+            streams: Sequence[Tensor] = shape.kvs_of(piece.parts[0])
+        else:
+            # A column of each head.
+            pools = [head for pool in rows[:2] for head in pool.unbind(1)]
+            streams = [part.view(shape.dtype) for part in piece.parts]
+        for pool, stream in zip(pools, streams, strict=True):
+            pool.index_copy_(0, own, stream)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedLayers:
+    """The layers of a segment from `first` on: what else pools keep of the same tokens (of a draft
+    model, index keys, or rows of sliding windows), or states, as KVs of tokens behind a prefix.
+
+    The bytes of a token in all of them stand in one row, which is cut into layers of the segment's
+    shape; the last one ends with zeros. So storage needs to know no second shape.
+
+    Attributes:
+        shape: of the segment, without these layers.
+        first: number of the first of them.
+        parts: gives uint8 [slots, bytes] for each stream of the other pools, in their order.
+        window: of how many of the last tokens they are needed; 0: of all.
+        tokens: how many tokens of the segment a row stands in.
     """
 
-    seconds: float = 0.0
-    bits: float = EXACT_BITS
+    shape: KVShape
+    first: int
+    parts: Callable[[], Sequence[Tensor]]
+    window: int = 0
+    tokens: int = 1
+
+    def __len__(self) -> int:
+        return -(-sum(part.shape[1] for part in self.parts()) // self.shape.token_bytes)
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [t, G, Dk] and values [t, G, Dv] that stand for a layer of slots, int64 [n]."""
+        row = torch.zeros(len(slots), self._size, dtype=torch.uint8, device=slots.device)
+        for part, start, stop, at in self._pieces(layer):
+            row[:, at : at + stop - start] = part[:, start:stop][slots]
+        return self.shape.kvs_of(row.view(-1, self.shape.token_bytes))
+
+    @contextlib.contextmanager
+    def into(self, layer: int, slots: Tensor) -> Iterator[Rows]:
+        """Rows for a layer of slots; what they are filled with is put into the pools at the end."""
+        shape, count = self.shape, len(slots) * self.tokens
+        keys, values = (
+            torch.empty(count, shape.num_kv_heads, dim, dtype=shape.dtype, device=slots.device)
+            for dim in (shape.key_dim, shape.value_dim)
+        )
+        yield Rows(keys, values, torch.arange(count, device=slots.device))
+        row = shape.rows_of(keys, values).view(len(slots), self._size)
+        for part, start, stop, at in self._pieces(layer):
+            part[slots, start:stop] = row[:, at : at + stop - start]
+
+    @property
+    def _size(self) -> int:
+        """Bytes of a row that stand in a layer."""
+        return self.tokens * self.shape.token_bytes
+
+    def _pieces(self, layer: int) -> Iterator[tuple[Tensor, int, int, int]]:
+        """The bytes [start, stop) of a part that stand in a layer, and where they begin there."""
+        size, begin = self._size, 0
+        first = (layer - self.first) * size
+        for part in self.parts():
+            start = max(first - begin, 0)
+            stop = min(first + size - begin, part.shape[1])
+            if start < stop:
+                yield part, start, stop, begin + start - first
+            begin += part.shape[1]
 
 
-class SlotFiller:
-    """Fills layers of slots, one source after the other; one thread."""
+class StoredLayers:
+    """Where the layers of segments are in pools."""
 
-    def __init__(
-        self,
-        shape: KVShape,
-        device: torch.device,
-        codec: Codec | None = None,
-        *,
-        kernels: bool | None = None,
-    ) -> None:
-        """Choose what restores into pools on a device: kernels, or loops; None: kernels on a GPU.
+    def __init__(self, streams: Callable[[int], tuple[Tensor, Tensor]]) -> None:
+        """`streams` gives the pools of keys and values of a layer."""
+        self._streams = streams
+        self.packed: PackedLayers | None = None
+        """What other pools keep of the same tokens."""
+        self.states: PackedLayers | None = None
+        """What layers without KVs keep where a prefix ends."""
 
-        `codec`: None if there are no codes.
-        """
-        self._shape, self._device, self._codec = shape, device, codec
-        self._kernels = device.type == "cuda" if kernels is None else kernels
-        dims = shape.num_kv_heads * [shape.key_dim] + shape.num_kv_heads * [shape.value_dim]
-        # In a row of a raw layer.
-        self._head_bytes = [dim * shape.dtype.itemsize for dim in dims]
+    def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The pools of a layer."""
+        return self._streams(layer)
 
-    @functools.cached_property
-    def _restorer(self) -> Restorer:
-        """Not made before it is needed: a CPU compiles loops for it."""
-        assert self._codec is not None, "there are codes, and no codec"
-        return self._codec.restorer(self._device, kernels=self._kernels)
-
-    def fill(
-        self,
-        layer: int,
-        source: WholeSource,
-        keys: Tensor,
-        values: Tensor,
-        slots: Tensor,
-        stats: FillStats,
-        writing: Writing,
-    ) -> None:
-        """Fill the slots of all tokens of a source, in a layer; layers ascend for each source.
-
-        Pools are of keys [rows, G, Dk] and of values [rows, G, Dv]; `slots` int64
-        [source.num_tokens] are rows of them, distinct. `stats` is changed. What `writing` makes is
-        entered while slots are written, and may raise. If a block is `PrefixUnreadable`, what is in
-        the slots is undefined.
-        """
-        began, pools = time.perf_counter(), (keys, values)
-        try:
-            found = source.read(layer)
-            with writing():
-                if layer < self._shape.first_raw and source.codes:
-                    stats.bits = self._shape.code_bits
-                    groups = [own for (own,) in found]
-                    self._restorer.restore(layer, source, groups, keys, values, slots)
-                    source.put_sinks(layer, slots, pools)
-                    return
-                if layer >= self._shape.first_raw:
-                    found = [rows.split(self._head_bytes, 1) for (rows,) in found]
-                heads = [head for pool in pools for head in pool.unbind(1)]
-                for rows, own_slots in zip(found, slots.split(source.lengths), strict=True):
-                    for own, head in zip(rows, heads, strict=True):
-                        head.index_copy_(0, own_slots, own.view(self._shape.dtype))
-        finally:
-            stats.seconds += time.perf_counter() - began
+    def into(self, layer: int, slots: Tensor) -> AbstractContextManager[Rows]:
+        """Rows for a layer of slots, int64 [n]; they are in the pools at the end of the block."""
+        if self.packed is not None and layer >= self.packed.first:
+            return self.packed.into(layer, slots)
+        return contextlib.nullcontext(Rows(*self(layer), slots))

@@ -12,14 +12,13 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from impress_sglang.loops.types import Flags, Indices, Uint8s
-from impress_sglang.storage.layer_bytes import sinks_of
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.reader import BlockReader, PendingRead
 from impress_sglang.storage.segment import OpenSegment
@@ -33,6 +32,17 @@ _NOTHING: Indices = np.empty(0, np.int64)
 
 OpenSpan: TypeAlias = tuple[OpenSegment, range, int]
 """An open segment, which of its tokens are wanted, and the id of its first chunk in the cache."""
+
+
+class Piece(NamedTuple):
+    """What was read of a layer of `length` tokens, which begin with token `start` of a segment and
+    token `position` of a prompt: the groups that have them of each part of the layer that is not
+    empty, uint8 [groups, group_bytes], on the device of the cache."""
+
+    parts: Sequence[Tensor]
+    start: int
+    position: int
+    length: int
 
 
 @dataclasses.dataclass(slots=True)
@@ -122,7 +132,7 @@ class StoredSource(abc.ABC):
         """The layer that was asked for last; -1 before the first."""
         self.next_ahead = 0
         """The next layer to be read ahead."""
-        self._shape = segments[0].layout.shape
+        self.shape = segments[0].layout.shape
         self._reader, self._pool, self._cache, self.codes = reader, pool, cache, codes
         self._buffers: dict[int, dict[int, LayerBuffer]] = {}
         self._ending: list[PendingRead] = []
@@ -305,9 +315,13 @@ class WholeSource(StoredSource):
         super().__init__(spans, reader, pool, cache, codes=codes)
         self.state: Any = None
         """What restores codes keeps from layer to layer."""
-        # Exact keys [L, n, G, Dk] and values of the first tokens, which are never in codes.
-        sinks = [own.sinks[:, tokens.start : tokens.stop] for own, tokens, _ in spans if codes]
-        self._sinks = [[part.to(cache.device) for part in sinks_of(self._shape, s)] for s in sinks]
+        self.sinks: dict[int, tuple[Tensor, Tensor]] = {}
+        """By the number of a span, exact keys [L, n, G, Dk] and values of first tokens of a prompt,
+        which are never in codes."""
+        for number, (own, tokens, _) in enumerate(spans):
+            exact = torch.from_numpy(own.sinks[:, tokens.start : tokens.stop])
+            if codes and exact.numel():
+                self.sinks[number] = self.shape.kvs_of(exact.to(cache.device))
 
     def _wanted(self, layer: int) -> list[Wanted]:
         return [
@@ -318,25 +332,15 @@ class WholeSource(StoredSource):
     def _certain(self, layer: int) -> Sequence[Sequence[Wanted]]:
         return [self._wanted(layer)]
 
-    def read(self, layer: int) -> list[list[Tensor]]:
-        """Read a layer; raises and stays valid as `_take`.
-
-        Returns of each span, for each part of it that is not empty, the groups that have its
-        tokens, uint8 [groups, group_bytes], on the cache's device.
-        """
-        wanted = self._wanted(layer)
+    def read(self, layer: int) -> list[Piece]:
+        """Read a layer of each span; raises and stays valid as `_take`."""
+        wanted, found = self._wanted(layer), []
         taken = [own.reshape(-1) for own in self._take(layer, dict(enumerate(wanted)))]
-        return [
-            [pages.groups_in(memory[own])[groups] for pages, own, groups in of_span.places]
-            for of_span, memory in zip(wanted, taken, strict=True)
-        ]
-
-    def put_sinks(self, layer: int, slots: Tensor, pools: Sequence[Tensor]) -> None:
-        """Put the exact rows of first tokens where what was restored of them is."""
-        for sinks, own in zip(self._sinks, slots.split(self.lengths), strict=True):
-            for pool, exact in zip(pools, sinks, strict=True):
-                if exact.shape[1]:
-                    pool[own[: exact.shape[1]]] = exact[layer].to(pool.dtype)
+        for (segment, tokens, _), own, memory in zip(self.spans, wanted, taken, strict=True):
+            parts = [pages.groups_in(memory[at])[groups] for pages, at, groups in own.places]
+            position = segment.info.prefix_len + tokens.start
+            found.append(Piece(parts, tokens.start, position, len(tokens)))
+        return found
 
 
 class PartOfRead:

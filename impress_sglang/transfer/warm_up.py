@@ -12,10 +12,12 @@ import time
 import numpy as np
 import torch
 
+from impress_sglang.codes.coding import Rows
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.tiers.copying import PageCopier
 from impress_sglang.transfer.codecs import Codec
+from impress_sglang.transfer.sources import Piece
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +48,15 @@ def launch_all(shape: KVShape, device: torch.device, codec: Codec | None) -> Non
         PageCopier(BLOCK_BYTES, device, kernels=True).copy(source, target).wait()
         if codec is not None:
             what, instead = "codes", codec.instead
-            pools = (
+            keys, values = (
                 torch.zeros(TOKENS, shape.num_kv_heads, dim, dtype=shape.dtype, device=device)
                 for dim in (shape.key_dim, shape.value_dim)
             )
-            codec.restorer(device, kernels=True).launch(*pools)
+            rows, state = Rows(keys, values, torch.arange(TOKENS, device=device)), None
+            # Those of some layers differ.
+            for layer, size in enumerate(shape.code_bytes):
+                groups = blocks.new_zeros(TOKENS, size)
+                state = codec.restore(layer, [Piece([groups], 0, 0, TOKENS)], rows, state)
     except OutOfResources as error:
         raise UnsupportedError(
             f"the kernel for loading {what} does not fit into this GPU: for {shape.group_size} "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,9 @@ from sglang.srt.mem_cache.memory_pool import (
 )
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel
+from torch import Tensor
 
+from impress_sglang.codes.coding import Rows
 from impress_sglang.codes.groups import slots
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
@@ -32,11 +35,17 @@ from impress_sglang.plugin.pools import PoolLayers, index_keys, state_layers, wi
 from impress_sglang.plugin.self_test import check_kvs
 from impress_sglang.store.policies import make_policy
 from impress_sglang.transfer.codecs import plain_codec
-from impress_sglang.transfer.packed import PackedLayers
+from impress_sglang.transfer.filling import PackedLayers
 from tests.integration.test_capabilities import Layers, runner
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def forgetting(packed: PackedLayers, layer: int, slots: Tensor) -> AbstractContextManager[Rows]:
+    """Rows that go nowhere."""
+    keys, values = packed.read(layer, slots)
+    return nullcontext(Rows(keys, values, torch.arange(len(keys))))
 
 
 def run(
@@ -118,7 +127,7 @@ def test_pools_of_sparse_attention(dtype: torch.dtype, monkeypatch: pytest.Monke
     shared.index_kpool = 4
     with pytest.raises(UnsupportedError, match="index keys of several tokens"):
         run(pool=shared, model_dtype=torch.bfloat16)
-    monkeypatch.setattr(PackedLayers, "fill", lambda *_: None)
+    monkeypatch.setattr(PackedLayers, "into", forgetting)
     with pytest.raises(UnsupportedError, match="index keys are off by"):
         run(pool=sparse(dtype), model_dtype=torch.bfloat16)
 
@@ -170,7 +179,7 @@ def test_pools_with_states(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, own = states()
     run(pool=pool, policy="as", states=own)
     assert not own.mamba_cache.temporal.any() and not own.mamba_cache.conv[0].any()
-    monkeypatch.setattr(PackedLayers, "fill", lambda *_: None)
+    monkeypatch.setattr(PackedLayers, "into", forgetting)
     with pytest.raises(UnsupportedError, match="states are off by"):
         run(pool=pool, policy="as", states=own)
     own.replayssm_write_pos = torch.zeros(4)

@@ -10,13 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from impress_sglang.codes.coding import Rows
 from impress_sglang.codes.rotation import KeyRotation, Turns
 from impress_sglang.codes.rows.basis import RATES, Basis, LayerBasis
 from impress_sglang.codes.rows.coder import GAIN_TABLE, kvs_of, product_matrix, product_of
 from impress_sglang.codes.rows.fit import Fit, Metric, Moments
 from impress_sglang.codes.rows.row import GAINS, LEVEL_TABLE, RowLayout, gains_of, group_bounds
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.transfer.basis_codec import BasisCodec, RowRestorer
+from impress_sglang.transfer.basis_codec import BasisCodec
+from impress_sglang.transfer.sources import Piece
 from tests.unit import kv_factory as kv
 
 # Tokens of the text that bases are fitted to.
@@ -149,7 +151,7 @@ def check_restored(
 
     There is a gap in the memory behind each row, head and slot.
     """
-    restorer = RowRestorer(BasisCodec(basis, own.rotation), torch.device(device), kernels=kernels)
+    codec = BasisCodec(basis, own.rotation, kernels=kernels)
     turns, slots = own.turns.to(torch.device(device)), torch.randperm(tokens + 5)[:tokens]
     below = None
     for layer in range(basis.num_layers):
@@ -164,7 +166,8 @@ def check_restored(
             for pools in (found, expected)
         )
         right = decode_layer(basis, layer, None if below is None else below.cpu(), rows)
-        below = restorer.put(layer, memory, below, turns, slots.to(device), *into)
+        piece, rows_of = Piece([memory], 0, 0, tokens), Rows(into[0], into[1], slots.to(device))
+        below, _ = codec.restore(layer, [piece], rows_of, (below, turns))
         assert below.dtype == torch.bfloat16
         # The interpreter of kernels cuts off, and rounds not.
         near = {"rtol": 0, "atol": 2**-6 * float(right.abs().max())} if kernels else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from impress_sglang.codes.coding import Rows
 from impress_sglang.codes.groups.codec import code_keys, code_values, restore
 from impress_sglang.codes.rows.fit import SINK_TOKENS
 from impress_sglang.storage.layout import KVShape
@@ -17,7 +17,7 @@ from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.codecs import plain_codec
-from impress_sglang.transfer.filling import FillStats, SlotFiller
+from impress_sglang.transfer.filling import fill
 from impress_sglang.transfer.sources import OpenSpan, WholeSource
 from tests.unit.kv_factory import cache_of, make_info, make_shape, open_span, random_kvs, write_kvs
 
@@ -134,12 +134,8 @@ class CodedCase:
 
     def load(self, layer: int, *, kernels: bool = False) -> None:
         """The request under way loads a layer into its slots."""
-        filler = SlotFiller(
-            self.shape, torch.device("cpu"), plain_codec(self.shape), kernels=kernels
-        )
-        filler.fill(
-            layer, self.source, *self.pools(layer), self.slots, FillStats(), contextlib.nullcontext
-        )
+        codec, rows = plain_codec(self.shape, kernels=kernels), Rows(*self.pools(layer), self.slots)
+        fill(layer, self.source, self.source.read(layer), rows, codec)
 
     def expected(self, layer: int, spans: Sequence[OpenSpan]) -> list[Tensor]:
         """Keys and values [m, G, D] of the tokens of some spans."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from impress_sglang.codes.coding import Rows
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob
@@ -18,7 +19,7 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredMatch
 from impress_sglang.transfer.codecs import Codec, plain_codec
-from impress_sglang.transfer.filling import FillStats, SlotFiller
+from impress_sglang.transfer.filling import StoredLayers, fill
 from tests.faults import Faults, FaultyFileSystem
 from tests.unit import kv_factory as kv
 from tests.unit.coded_factory import Pools
@@ -48,7 +49,7 @@ class Desk:
         options = {"policy": "impress", "io_timeout": 5.0, "readahead": 0.2, **options}
         self.store = self.bench.open(files=FaultyFileSystem(self.faults), **options)
         self._num_slots = num_slots
-        self.loader = JobLoader(shape, CPU, lambda layer: self.pools(layer), codec=self.bench.codec)
+        self.loader = JobLoader(CPU, StoredLayers(lambda own: self.pools(own)), self.bench.codec)
         self.empty()
 
     def empty(self) -> None:
@@ -135,9 +136,9 @@ def restored(store: PrefixStore, job: LoadJob) -> list[Tensor]:
     """What the codes of a job are, read on the thread of the test."""
     source, slots = store.segments.open(job.spans, exact=False), torch.arange(len(job))
     assert source.codes
-    pools, filler = Pools(SHAPE, len(job)), SlotFiller(SHAPE, CPU, plain_codec(SHAPE))
+    pools, codec = Pools(SHAPE, len(job)), plain_codec(SHAPE)
     for layer in range(SHAPE.num_layers):
-        filler.fill(layer, source, *pools(layer), slots, FillStats(), nullcontext)
+        fill(layer, source, source.read(layer), Rows(*pools(layer), slots), codec)
         source.end_layer(layer)
     store.close_source(source)
     return pools.rows(slots)

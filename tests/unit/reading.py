@@ -47,7 +47,7 @@ def read_rows(
     if keys and found_keys is None:
         # All heads are probe heads.
         k = source.num_tokens if tokens is None else tokens.shape[1]
-        found_keys = torch.empty(k, 0, source._shape.key_dim, dtype=source._shape.dtype)
+        found_keys = torch.empty(k, 0, source.shape.key_dim, dtype=source.shape.dtype)
     return found_keys, found_values
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from impress_sglang.codes.coding import Rows
 from impress_sglang.codes.groups.energy import QueryMeter
 from impress_sglang.codes.rows.coder import encode_layer, kvs_of
 from impress_sglang.codes.rows.fit import SINK_TOKENS
@@ -24,7 +24,8 @@ from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.segment import read_header
 from impress_sglang.storage.writer import LayerReader
 from impress_sglang.store.writing import StoreOutcome
-from impress_sglang.transfer.basis_codec import WORST_FIT, BasisCodec, RowRestorer, shape_by
+from impress_sglang.transfer.basis_codec import WORST_FIT, BasisCodec, shape_by
+from impress_sglang.transfer.sources import Piece
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
 from tests.unit.basis_factory import codec_for, decode_layer
@@ -38,7 +39,6 @@ CODEC = codec_for(PLAIN)
 SHAPE = shape_by(CODEC.basis, PLAIN)
 # Of --impress-keep codes.
 ALONE = dataclasses.replace(SHAPE, exact=False)
-CPU = torch.device("cpu")
 FEW = KVClass(SHAPE.code_bits)
 NUM_SLOTS = 4000
 FIRST = prompt(1, 90)
@@ -116,7 +116,7 @@ def test_slots_get_what_the_basis_says(
         for tokens, start in ((FIRST, 0), (SECOND, 0), (SECOND, 3), (SECOND, 95), (LONG, 1201)):
             job = load(desk, tokens, start=start)
             check(rows_of(desk, job), expected(tokens), start)
-            assert job.fills.bits == 4.0
+            assert job.bits == 4.0
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_what_is_unlike_the_calibration_is_loaded_exactly(make: Make, layer: int
     job = load(desk, FIRST)
     own, right = rows_of(desk, job)[layer], exact(FIRST)[layer]
     assert torch.equal(own[0], right[0] * 6.0) and torch.equal(own[1], right[1] * 6.0)
-    assert job.fills.bits == 16.0
+    assert job.bits == 16.0
 
 
 @pytest.mark.parametrize("layer", range(SHAPE.num_layers))
@@ -220,17 +220,14 @@ def test_kvs_that_are_stored_behind_their_positions_are_turned_from_these() -> N
     """Where drafts stand beside, what is stored of a token are the KVs of the one before."""
     tokens, beside = prompt(7, 200), BasisCodec(CODEC.basis, CODEC.rotation, beyond=1)
     rules = CODEC.rule(0, QueryMeter().energy), beside.rule(0, QueryMeter().energy)
-    restorers = [RowRestorer(own, CPU, kernels=False) for own in (CODEC, beside)]
-    segment = SimpleNamespace(info=SimpleNamespace(prefix_len=0))
-    sources: list[Any] = [
-        SimpleNamespace(state=None, spans=[(segment, range(start, start + len(tokens)), 0)])
-        for start in (0, 1)
-    ]
+    states: list[Any] = [None, None]
     for layer, kvs in enumerate(exact(tokens)):
         twice = [torch.cat([own[:1], own]) for own in kvs]
         rows = rules[0](layer, *kvs).groups, rules[1](layer, *twice).groups[1:]
         assert torch.equal(*rows)
         pools = [[torch.zeros_like(own) for own in kvs] for _ in rows]
-        for restorer, source, own, into in zip(restorers, sources, rows, pools, strict=True):
-            restorer.restore(layer, source, [own], *into, torch.arange(len(tokens)))
+        for number, codec in enumerate((CODEC, beside)):
+            pieces = [Piece([rows[number]], number, number, len(tokens))]
+            into = Rows(pools[number][0], pools[number][1], torch.arange(len(tokens)))
+            states[number] = codec.restore(layer, pieces, into, states[number])
         assert all(torch.equal(*both) and both[0].any() for both in zip(*pools, strict=True))

@@ -26,6 +26,7 @@ from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.store.policies import LoadOptions
 from impress_sglang.transfer.basis_codec import shape_by
 from impress_sglang.transfer.codecs import plain_codec
+from impress_sglang.transfer.filling import StoredLayers
 from impress_sglang.transfer.sources import WholeSource
 from tests.unit import blending_desk
 from tests.unit.basis_factory import codec_for
@@ -237,8 +238,8 @@ def carry_out(job: BlendJob, shape: KVShape = SHAPE) -> tuple[list[Tensor], list
     assert job.target is not None
     size = len(job), shape.num_kv_heads, 8
     pools = [[torch.full(size, math.nan) for _ in range(shape.num_layers)] for _ in range(2)]
-    device, codec = torch.device("cpu"), plain_codec(shape)
-    loader = JobLoader(shape, device, lambda layer: (pools[0][layer], pools[1][layer]), codec)
+    layers = StoredLayers(lambda layer: (pools[0][layer], pools[1][layer]))
+    loader = JobLoader(torch.device("cpu"), layers, plain_codec(shape))
     job.state = JobState.LOADING
     loader.begin(job)
     assert job.done.wait(30) and list(loader.take_ended()) == [job]
@@ -273,7 +274,7 @@ def test_what_comes_into_slots(bench: Workbench, block: int, resident: int, bits
     keys, values = carry_out(job)
 
     assert job.state is JobState.LOADED and job.unread(SHAPE.num_layers) == 0.0
-    assert job.reads.chunks_accessed > 0 and job.fills.bits == bits
+    assert job.reads.chunks_accessed > 0 and job.bits == bits
 
     for layer in range(SHAPE.num_layers):
         stored: list[tuple[Tensor, Tensor]] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import random
@@ -11,17 +10,17 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from impress_sglang.codes.coding import Rows
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer import buffers
 from impress_sglang.transfer.ahead import ReadAhead
 from impress_sglang.transfer.codecs import plain_codec
-from impress_sglang.transfer.filling import FillStats, SlotFiller
+from impress_sglang.transfer.filling import fill
 from impress_sglang.transfer.sources import OpenSpan
 from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart
 from tests.unit.kv_factory import make_shape
 from tests.unit.waiting import wait_until
 
-CPU = torch.device("cpu")
 Coded = Callable[..., CodedCase]
 PREFIXES = {
     "one": [CodedPart(700)],
@@ -141,7 +140,7 @@ def test_random_requests(seed: int, coded: Coded, monkeypatch: pytest.MonkeyPatc
         spans = spans_of(case, chance)
         sources.append(case.open(spans[: chance.randint(1, len(spans))]))
         ahead.join(sources[-1])
-    filler, stats = SlotFiller(SHAPE, CPU, plain_codec(SHAPE)), FillStats()
+    codec = plain_codec(SHAPE)
     for layer in range(SHAPE.num_layers):
         for source in sources:
             if chance.random() < 0.5:
@@ -150,8 +149,8 @@ def test_random_requests(seed: int, coded: Coded, monkeypatch: pytest.MonkeyPatc
                 torch.empty(source.num_tokens, SHAPE.num_kv_heads, dim)
                 for dim in (SHAPE.key_dim, SHAPE.value_dim)
             ]
-            rows = torch.arange(source.num_tokens)
-            filler.fill(layer, source, *pools, rows, stats, contextlib.nullcontext)
+            rows = Rows(pools[0], pools[1], torch.arange(source.num_tokens))
+            fill(layer, source, source.read(layer), rows, codec)
             ahead.top_up()
             for pool, right in zip(pools, case.expected(layer, source.spans), strict=True):
                 assert (pool - right).abs().max() <= 1e-4

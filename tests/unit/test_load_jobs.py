@@ -16,15 +16,14 @@ import pytest
 import torch
 
 from impress_sglang.errors import PrefixUnreadable
+from impress_sglang.loops import groups
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from impress_sglang.transfer.buffers import BufferPool
-from impress_sglang.transfer.codecs import plain_codec
-from impress_sglang.transfer.filling import SlotFiller
 from tests.faults import Rule
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
-from tests.unit.load_desk import CPU, SHAPE, Make, desks_in
+from tests.unit.load_desk import SHAPE, Make, desks_in
 from tests.unit.store_checks import check_store
 from tests.unit.store_factory import look_up, prompt
 from tests.unit.waiting import wait_until
@@ -44,7 +43,7 @@ CACHES = {
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """As a server does at its start: it may take longer than a test waits."""
-    assert SlotFiller(SHAPE, CPU, plain_codec(SHAPE))._restorer
+    assert groups.restore_keys
 
 
 @pytest.fixture
@@ -69,7 +68,7 @@ def test_slots_get_what_the_other_loader_would_put_there(
             job = desk.load(tokens, own, start)
             desk.check(job)
             assert job.reads.ssd_bytes + job.reads.host_chunks + job.reads.device_chunks > 0
-            assert job.fills.bits == own.bits
+            assert job.bits == own.bits
         assert desk.pools.empty(desk.free), "nothing else was written"
     check_store(desk.store)
 
@@ -237,7 +236,7 @@ class TestClosing:
             raise ValueError("a bug")
 
         segments = desk.store.segments
-        for owner, name in ((BufferPool, "_free_memory"), (desk.loader, "_layers")):
+        for owner, name in ((BufferPool, "_free_memory"), (desk.loader._layers, "_streams")):
             monkeypatch.setattr(owner, name, fails)
             job = desk.load(FIRST)
             monkeypatch.undo()

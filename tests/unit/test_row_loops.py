@@ -11,13 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numba.core import config
 
+from impress_sglang.codes.coding import Rows
 from impress_sglang.codes.rows.basis import Basis
 from impress_sglang.codes.rows.coder import GAIN_TABLE, encode_layer
 from impress_sglang.codes.rows.row import BOUNDS, CURVES, GAINS, LEVELS, RowLayout
 from impress_sglang.loops import heaps, placing
 from impress_sglang.loops import rows as loops
 from impress_sglang.loops.jit import compiled
-from impress_sglang.transfer.basis_codec import BasisCodec, RowRestorer
+from impress_sglang.transfer.basis_codec import BasisCodec
+from impress_sglang.transfer.sources import Piece
 from tests.unit.basis_factory import (
     check_restored,
     components_of,
@@ -122,14 +124,15 @@ def test_decoder_restores_what_a_rounding_encoder_returns(basis: Basis) -> None:
     """Bit by bit, also where tokens are restored among others."""
     generator = torch.Generator().manual_seed(3)
     rotation = random_turns(ROTATED, 20)
-    restorer = RowRestorer(BasisCodec(basis, rotation.rotation), torch.device("cpu"), kernels=False)
+    codec = BasisCodec(basis, rotation.rotation, kernels=False)
     encoded = decoded = None
     for layer in range(basis.num_layers):
         kvs = [5 * torch.randn(40, HEADS, dim, generator=generator) for dim in (KEY_DIM, VALUE_DIM)]
         rows, encoded = encode_layer(basis, layer, encoded, kvs)
         pools = [torch.zeros(20, HEADS, dim) for dim in (KEY_DIM, VALUE_DIM)]
-        slots = torch.arange(20)
-        decoded = restorer.put(layer, rows[7:27], decoded, rotation.turns, slots, *pools)
+        into = Rows(pools[0], pools[1], torch.arange(20))
+        state = decoded, rotation.turns
+        decoded, _ = codec.restore(layer, [Piece([rows[7:27]], 0, 0, 20)], into, state)
         torch.testing.assert_close(decoded, encoded[7:27])
 
 

@@ -325,7 +325,7 @@ def read_layers(store: PartStore, *, probe: bool = True, keys: bool = True) -> P
     """A request that reads all of the stored prefix, and is done."""
     source = stores.open_source(store, look_up(store, TOKENS))
     for layer in range(source.num_layers):
-        if probe and source._shape.probe_kv_heads:
+        if probe and source.shape.probe_kv_heads:
             source.read_probe(layer)
         read_rows(source, layer, None, keys=keys)
     store.close_source(source)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impress_sglang.codes.coding import words_of
+from impress_sglang.codes.coding import Rows, words_of
 from impress_sglang.codes.groups.codec import GroupLayout
 from impress_sglang.loops import groups as loops
 
@@ -19,7 +19,7 @@ def restore(
     _, _, pairs, upper_keys, columns, upper_values, more, _ = layout.places
     ranges = groups[:, :pairs].view(torch.float16).float().contiguous().numpy()
     codes, first, more_bits = groups.numpy(), layout.sizes[0] // 2, layout.more_bits
-    with words_of((keys, values), slots) as (words, rows):
+    with words_of(Rows(keys, values, slots)) as (words, rows):
         pools = [own.view(np.float32) if own.dtype == np.uint32 else own for own in words]
         places = pairs, upper_keys, columns, layout.num_pairs
         loops.restore_keys(codes, *places, ranges, start, rows, pools[0])

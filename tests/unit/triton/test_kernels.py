@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from impress_sglang.codes.coding import Rows
 from impress_sglang.codes.groups.codec import (
     GROUP_TOKENS,
     GroupLayout,
@@ -16,7 +17,8 @@ from impress_sglang.codes.groups.codec import (
     restore,
 )
 from impress_sglang.tiers.copying import PageCopier
-from impress_sglang.transfer.basis_codec import BasisCodec, RowRestorer
+from impress_sglang.transfer.basis_codec import BasisCodec
+from impress_sglang.transfer.sources import Piece
 from impress_sglang.triton import groups as group_kernels
 from impress_sglang.triton import rows as row_kernels
 from tests.unit.basis_factory import (
@@ -123,8 +125,8 @@ def test_components_are_those_of_the_coder(device: str, layer: int) -> None:
     basis = random_basis((1, 4), (1, 3), LAYERS)
     count = len(LAYERS[layer])
     own = random_turns(2, 35)
-    codec = BasisCodec(basis, own.rotation)
-    tables = RowRestorer(codec, torch.device(device), kernels=True)._layers[layer]
+    codec = BasisCodec(basis, own.rotation, kernels=True)
+    tables = codec._tables_of_layers(torch.device(device))[layer]
     rows = random_rows(basis, layer, 35)
     found = row_kernels.unpack(rows.to(device), tables)
     assert not found.shape[1] % row_kernels.ALIGNED and not found[:, count:].any()
@@ -136,12 +138,12 @@ def test_components_are_those_of_the_coder(device: str, layer: int) -> None:
 def test_kernels_of_rows_compile_for_an_h100(heads: int, dim: int) -> None:
     """In layers behind the first."""
     basis, own = random_basis((heads, dim), (heads, dim), [(8,) * 40] * 2), random_turns(dim, 9)
-    restorer = RowRestorer(BasisCodec(basis, own.rotation), torch.device("cpu"), kernels=True)
-    pools = [torch.zeros(9, heads, dim, dtype=torch.bfloat16) for _ in range(2)]
+    codec = BasisCodec(basis, own.rotation, kernels=True)
+    keys, values = (torch.zeros(9, heads, dim, dtype=torch.bfloat16) for _ in range(2))
     below = torch.zeros(9, 2 * heads * dim, dtype=torch.bfloat16)
-    rows, slots = random_rows(basis, 1, 9), torch.arange(9)
+    piece, rows = Piece([random_rows(basis, 1, 9)], 0, 0, 9), Rows(keys, values, torch.arange(9))
     found = compile_launches(
-        row_kernels, lambda: restorer.put(1, rows, below, own.turns, slots, *pools)
+        row_kernels, lambda: codec.restore(1, [piece], rows, (below, own.turns))
     )
     assert found.keys() == {"_unpack_kernel", "_restore_kernel"}
     assert all("st.global" in each.asm["ptx"] for each in found.values())

@@ -18,11 +18,13 @@ from triton.compiler import make_backend
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import create_function_from_signature
 
+from impress_sglang.codes.coding import Rows
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
-from impress_sglang.transfer.basis_codec import RowRestorer, shape_by
+from impress_sglang.transfer.basis_codec import BasisCodec, shape_by
 from impress_sglang.transfer.codecs import plain_codec
+from impress_sglang.transfer.sources import Piece
 from impress_sglang.transfer.warm_up import launch_all
 from impress_sglang.triton import groups as group_kernels
 from impress_sglang.triton import pages as page_kernels
@@ -86,7 +88,7 @@ def test_requests_launch_nothing_new(
 ) -> None:
     """And everything that was compiled is launched by some request."""
     shape = dataclasses.replace(CODED, dtype=dtype)
-    launch_all(shape, CPU, plain_codec(shape))
+    launch_all(shape, CPU, plain_codec(shape, kernels=True))
     warm = take(launches)
 
     make_requests(shape, tmp_path, reader)
@@ -98,22 +100,21 @@ def test_requests_launch_nothing_new(
 
 def test_restoring_by_a_basis_launches_nothing_new(launches: list[Launch]) -> None:
     """Whatever the number of tokens; the first layer is restored otherwise than others."""
-    codec = codec_for(dataclasses.replace(CODED, num_layers=3))
+    fitted = codec_for(dataclasses.replace(CODED, num_layers=3))
+    codec = BasisCodec(fitted.basis, fitted.rotation, kernels=True)
     shape = shape_by(codec.basis, dataclasses.replace(CODED, num_layers=3, dtype=torch.bfloat16))
     launch_all(shape, CPU, codec)
     warm = take(launches)
 
-    restorer, heads = RowRestorer(codec, CPU, kernels=True), shape.num_kv_heads
     for tokens in (1, 30, 700):
-        places, below = torch.arange(tokens), None
-        turns = codec.rotation.turns(torch.zeros_like(places), places)
-        pools = [
-            torch.zeros(tokens, heads, dim, dtype=shape.dtype)
+        keys, values = (
+            torch.zeros(tokens, shape.num_kv_heads, dim, dtype=shape.dtype)
             for dim in (shape.key_dim, shape.value_dim)
-        ]
+        )
+        rows, state = Rows(keys, values, torch.arange(tokens)), None
         for layer in range(3):
-            rows = random_rows(codec.basis, layer, tokens)
-            below = restorer.put(layer, rows, below, turns, places, *pools)
+            piece = Piece([random_rows(codec.basis, layer, tokens)], 0, 0, tokens)
+            state = codec.restore(layer, [piece], rows, state)
 
     seen = take(launches)
     assert {variant[0] for variant in seen} == {"_unpack_kernel", "_restore_kernel"}
@@ -137,7 +138,7 @@ def test_a_shape_that_does_not_fit_is_refused(
     (owner,) = (own for own in (group_kernels, page_kernels) if hasattr(own, kernel))
     with monkeypatch.context() as patch, pytest.raises(UnsupportedError) as refusal:
         patch.setattr(owner, kernel, Large())
-        launch_all(CODED, CPU, plain_codec(CODED))
+        launch_all(CODED, CPU, plain_codec(CODED, kernels=True))
 
     text = str(refusal.value)
     assert text.partition("; use ")[2].startswith(instead)
