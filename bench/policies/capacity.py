@@ -207,13 +207,12 @@ class Store:
         none: Any = _NoFiles()
         none.tree, none.worker, none.health, none.meter = self.tree, none, none, none
         none.peers, none.places, none.bucket = none, none, None
-        self.quota = Quota(config, none, WriteBudget())
+        self.quota = Quota(config, none, none, LookAhead(), WriteBudget())
         # Keys and values of 2 bytes in one layer and head, as many as a token's file has.
         dim = round(model.token_bytes * kind.file / 4)
         shape = KVShape(1, 1, 1, dim, dim, torch.float16, ())
         none.retire, none.suspects = self._forget, {}
-        parts = none, self.quota, none, LookAhead(), None
-        self._writes = SegmentWrites(config, "0" * 32, shape, *parts)
+        self._writes = SegmentWrites(config, "0" * 32, shape, none, self.quota, none, None)
         self.stats = self._writes.stats
 
     def sight(self, tokens: Tokens, first: int = 0) -> int:

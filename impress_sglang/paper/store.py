@@ -202,7 +202,9 @@ class PartStore(PrefixStore):
             self._counts["without_space"] += there and not fits
 
     def _begin_rewrite(self, stored: StoredSegment, info: SegmentInfo) -> None:
-        history, starts = self._history(stored), [own.start for own in stored.path]
+        # Where others branch off.
+        places = (at - info.prefix_len for at in stored.children if at < stored.stop)
+        history, starts = self._history(stored), [0, *sorted(places)]
         old = self.segments.acquire(stored)
         rewrite = Rewrite(stored, old, info, history.average, history.order_key, starts)
         self._job = rewrite, self._submit(rewrite)
@@ -257,10 +259,7 @@ class PartStore(PrefixStore):
         self.quota.reserved_bytes = 0
         if error is None and self.tree.get(old_id) is stored and stored.on_disk:
             self.tree.replace(stored, job.info, new_bytes)
-            self.segments.succeed(old_id, job.info, future.result())
-            if not self._closed:
-                # Otherwise this may be another thread, and the look-ahead is another store's.
-                self._lookahead.succeed(old_id, new_id)
+            self.segments.succeed(old_id, stored, future.result())
             self.quota.budget.spend(new_bytes)
             self.health.free_bytes -= new_bytes - old_bytes
             self.stats.bytes_written += new_bytes

@@ -187,8 +187,6 @@ class PrefixLoads:
         if self.order is not None:
             self.order.forget(rid)
         self._service.lookahead.stop_waiting(rid)
-        if not self._service.lookahead.awaits:
-            self._service.lookahead.tell()
 
     def end_pass(self, known: Known) -> None:
         """Tell of the reads of a job that a request did not wait for; its pass is over."""

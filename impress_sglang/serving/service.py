@@ -80,13 +80,13 @@ class Service:
         """What Prometheus reads; None unless metrics are wanted."""
         self.describe_pool: Callable[[], dict[str, int]] = dict
         """Returns who has how much of the pool of slots, in tokens; set by the pool's owner."""
-        self.lookahead = LookAhead()
+        self.lookahead = LookAhead(enabled=config.lookahead == ON)
         """What queued requests will use, and each request's turn."""
         self._make_store = functools.partial(
             make_store,
             config,
             shape=shape,
-            lookahead=self.lookahead if config.lookahead == ON else None,
+            lookahead=self.lookahead,
             budget=WriteBudget(config.write_gb_per_day),
             codec=codec,
         )

@@ -5,19 +5,20 @@ memory is freed first (AttentionStore 3.3.2), and a count of the requests that r
 III-B3). Here each request has a turn. Awaited tokens are evicted after all others, those with the
 latest turn first. So no window needs to be set: what is beyond it would go before what is in it.
 
-These ask when they evict: the tree cache for slots, `tiers.rules` for pages of the caches, `quota`
-for files.
+`tiers.rules` asks for pages of the caches, `quota` for files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from impress_sglang.store.stored import StoredSpan
+from impress_sglang.store.stored import StoredSegment, StoredSpan
+from impress_sglang.threads import locked
 from impress_sglang.tiers.rules import LAST_TURN, NOBODY
 
 # How many requests may come between two others before these need new turns.
@@ -28,75 +29,65 @@ _FIRST_TURN = 2**40
 AwaitedRange: TypeAlias = tuple[int, int, int]
 """Tokens [first, last) of a segment, and the turn of the next request for them."""
 
-
-Expect: TypeAlias = Callable[[list[tuple[str, list[AwaitedRange]]]], object]
-"""Takes segments of which requests wait for other tokens than before, and their ranges now."""
 _Range: TypeAlias = tuple[int, int]
 
 
 class LookAhead:
-    """Stored tokens that requests wait for, by segment; owned by one thread."""
+    """Stored tokens that requests wait for, by segment.
 
-    def __init__(self) -> None:
-        self._expect: Expect | None = None
+    One thread tells who waits; others may ask for `ranges`.
+    """
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        """`enabled`: whether it notes anything."""
+        self._enabled = enabled
+        self._lock = threading.RLock()
         # By segment and request, the range of its tokens that the request waits for.
-        self._awaited: dict[str, dict[str, _Range]] = {}
-        self._ranges_of: dict[str, dict[str, _Range]] = {}
+        self._awaited: dict[StoredSegment, dict[str, _Range]] = {}
+        self._ranges_of: dict[str, dict[StoredSegment, _Range]] = {}
         self._turns: dict[str, int] = {}
         self._next_turn = _FIRST_TURN
-        # Segments whose ranges the receiver of changes may not know.
-        self._changed: set[str] = set()
+        self._changed: set[StoredSegment] = set()
 
-    def __contains__(self, segment_id: str) -> bool:
+    def __contains__(self, segment: StoredSegment) -> bool:
         """Whether a request waits for tokens of a segment."""
-        return segment_id in self._awaited
+        return segment in self._awaited
 
     @property
     def awaits(self) -> bool:
         """Whether anybody waits for stored tokens."""
         return bool(self._ranges_of)
 
+    @locked
     def wait(self, rid: str, spans: Sequence[StoredSpan]) -> None:
         """Note that a waiting request will use these tokens and no others, wherever they are.
 
         They may be loaded or moved while it waits, so the tokens are noted and not their place.
         """
-        wanted: dict[str, _Range] = {}
-        for span in spans:
-            start, stop = wanted.get(span.segment.segment_id, (span.start, span.stop))
-            wanted[span.segment.segment_id] = min(start, span.start), max(stop, span.stop)
+        wanted: dict[StoredSegment, _Range] = {}
+        for span in spans if self._enabled else ():
+            start, stop = wanted.get(span.segment, (span.start, span.stop))
+            wanted[span.segment] = min(start, span.start), max(stop, span.stop)
         # Some of SGLang's policies match all requests before each pass.
         if wanted == self._ranges_of.get(rid, {}):
             return
         self.stop_waiting(rid)
-        for segment_id, own in wanted.items():
-            waiting = self._awaited.setdefault(segment_id, {})
-            # A request without a turn is behind others for the same tokens, so nothing changes.
-            if rid in self._turns or own not in waiting.values():
-                self._note_change(segment_id)
-            waiting[rid] = own
+        for segment, own in wanted.items():
+            self._awaited.setdefault(segment, {})[rid] = own
         if wanted:
             self._ranges_of[rid] = wanted
+            self._changed.update(wanted)
 
+    @locked
     def stop_waiting(self, rid: str) -> None:
         """Forget a request that was admitted or is gone."""
-        for segment_id in self._ranges_of.pop(rid, ()):
-            del self._awaited[segment_id][rid]
-            if not self._awaited[segment_id]:
-                del self._awaited[segment_id]
-            self._note_change(segment_id)
+        for segment in self._ranges_of.pop(rid, ()):
+            del self._awaited[segment][rid]
+            if not self._awaited[segment]:
+                del self._awaited[segment]
+            self._changed.add(segment)
 
-    def succeed(self, old_id: str, new_id: str) -> None:
-        """Note that a segment has replaced another one with the same tokens."""
-        if (waiting := self._awaited.pop(old_id, None)) is None:
-            return
-        self._awaited[new_id] = waiting
-        for rid, own in waiting.items():
-            del self._ranges_of[rid][old_id]
-            self._ranges_of[rid][new_id] = own
-        self._note_change(old_id)
-        self._note_change(new_id)
-
+    @locked
     def order(self, rids: Sequence[str]) -> None:
         """Note that these requests wait, in this order, and no others.
 
@@ -115,43 +106,31 @@ class LookAhead:
             turn = known[place]
             if not 0 <= turn < following:
                 turn = following - 1
-                self._note_turn(rids[place])
+                self._changed.update(self._ranges_of.get(rids[place], ()))
             turns[rids[place]] = following = turn
         for rid in rids[last:]:
             turns[rid] = self._next_turn
             self._next_turn += _GAP
-            self._note_turn(rid)
+            self._changed.update(self._ranges_of.get(rid, ()))
         self._turns = turns
 
     def turn(self, rid: str) -> int:
         """The turn of a request; lower is sooner. A request without one is behind all others."""
         return self._turns.get(rid, LAST_TURN)
 
-    def ranges(self, segment_id: str) -> list[AwaitedRange]:
+    @locked
+    def ranges(self, segment: StoredSegment) -> list[AwaitedRange]:
         """Awaited ranges of a segment, latest turn first."""
         turns = dict[_Range, int]()
-        for rid, own in self._awaited.get(segment_id, {}).items():
+        for rid, own in self._awaited.get(segment, {}).items():
             turns[own] = min(self.turn(rid), turns.get(own, LAST_TURN))
         return sorted(((*own, turn) for own, turn in turns.items()), key=lambda own: -own[2])
 
-    def tell(self) -> None:
-        """Pass what has changed to the receiver that `tell_to` has set."""
-        if self._expect is not None and self._changed:
-            self._expect([(own, self.ranges(own)) for own in self._changed])
-            self._changed.clear()
-
-    def tell_to(self, expect: Expect | None) -> None:
-        """Set the receiver of changes, which knows nothing yet; None: nobody wants to know."""
-        self._expect = expect
-        self._changed = set(self._awaited if expect is not None else ())
-
-    def _note_turn(self, rid: str) -> None:
-        for segment_id in self._ranges_of.get(rid, ()):
-            self._note_change(segment_id)
-
-    def _note_change(self, segment_id: str) -> None:
-        if self._expect is not None:
-            self._changed.add(segment_id)
+    @locked
+    def take_changed(self) -> set[StoredSegment]:
+        """Segments whose ranges may be others than when they were last taken."""
+        changed, self._changed = self._changed, set()
+        return changed
 
 
 def turns_of(

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -28,7 +28,7 @@ from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import OpenSegment, SegmentInfo
 from impress_sglang.store.bucket import MOST_READS, RANGE_BYTES
 from impress_sglang.store.disk import StoreDisk
-from impress_sglang.store.lookahead import AwaitedRange, turns_of
+from impress_sglang.store.lookahead import AwaitedRange, LookAhead, turns_of
 from impress_sglang.store.memory import StoreMemory
 from impress_sglang.store.stored import SegmentState, StoredSegment, StoredSpan
 from impress_sglang.threads import BackgroundThread, locked
@@ -56,10 +56,11 @@ class OpenSegments:
         memory: StoreMemory,
         disk: StoreDisk,
         reader: BlockReader,
+        lookahead: LookAhead,
     ) -> None:
         self._lock = threading.RLock()
         self._shape, self._memory, self._cache = shape, memory, memory.cache
-        self._disk, self._reader = disk, reader
+        self._disk, self._reader, self._lookahead = disk, reader, lookahead
         # Columns of exact KVs of which requests want all rows.
         self._certain = np.array([PROBE] if shape.probe_kv_heads else shape.columns)
         self._patience = config.io_timeout
@@ -76,8 +77,6 @@ class OpenSegments:
         self._open: dict[str, OpenSegment] = {}
         # By segment, and whether codes are meant: the first id of its chunks, and what the file is.
         self._ids: dict[str, dict[bool, tuple[int, SegmentInfo]]] = {}
-        # What requests wait for, including segments that were not read yet.
-        self._awaited: dict[str, Sequence[AwaitedRange]] = {}
         self._closing: list[StoredSource] = []
         self._said_too_small = False
 
@@ -85,14 +84,13 @@ class OpenSegments:
         """Whether a segment has readers."""
         return segment_id in self._open
 
-    @locked
-    def first_id(self, info: SegmentInfo, *, codes: bool) -> int:
-        """The first id of the chunks of a kind, which are about to be read."""
+    def _first_id(self, segment: StoredSegment, info: SegmentInfo, *, codes: bool) -> int:
+        """The first id of the chunks of a kind of a file, which are about to be read."""
         kinds = self._ids.setdefault(info.segment_id, {})
         if codes not in kinds:
             first = self._cache.placement.attach(chunk_pages(info.geometry, codes=codes))
             kinds[codes] = first, info
-            if ranges := self._awaited.get(info.segment_id):
+            if ranges := self._lookahead.ranges(segment):
                 self._expect(first, info, ranges, codes=codes)
         return kinds[codes][0]
 
@@ -105,19 +103,15 @@ class OpenSegments:
         return self._cache.placement.tiers(known[0], count)
 
     @locked
-    def expect(self, awaited: Iterable[tuple[str, Sequence[AwaitedRange]]]) -> None:
-        """Note the tokens that requests wait for in some segments; they wait for no others there.
+    def expect(self) -> None:
+        """Tell the caches which tokens requests wait for.
 
-        Of these tokens, what is certain to be read is evicted last from the caches: codes, and of
-        exact KVs what chooses the tokens, or all columns.
+        Of these tokens, what is certain to be read is evicted last: codes, and of exact KVs what
+        chooses the tokens, or all columns.
         """
-        for segment_id, ranges in awaited:
-            if ranges:
-                self._awaited[segment_id] = ranges
-            else:
-                self._awaited.pop(segment_id, None)
-            for codes, own in self._ids.get(segment_id, {}).items():
-                self._expect(*own, ranges, codes=codes)
+        for segment in self._lookahead.take_changed():
+            for codes, own in self._ids.get(segment.segment_id, {}).items():
+                self._expect(*own, self._lookahead.ranges(segment), codes=codes)
 
     def _expect(
         self, first: int, info: SegmentInfo, ranges: Sequence[AwaitedRange], *, codes: bool
@@ -270,17 +264,12 @@ class OpenSegments:
             self._cache.placement.detach(first, len(chunk_pages(info.geometry, codes=codes)))
 
     @locked
-    def succeed(self, old_id: str, new: SegmentInfo, shares: Floats) -> None:
-        """Let a reordered file take over: its chunks inherit what is known of the old ones.
-
-        Args:
-            old_id: name of the segment before.
-            new: its new description.
-            shares: float64 [chunks], expected share of wanted rows.
-        """
+    def succeed(self, old_id: str, segment: StoredSegment, shares: Floats) -> None:
+        """Let the reordered file of a segment take over: its chunks inherit what is known of those
+        of the old one, by this name. `shares`: expected ones of wanted rows, float64 [chunks]."""
         if (old := self._ids.get(old_id, {}).get(False)) is not None:
-            ids = np.arange(new.geometry.total_chunks)
-            first = self.first_id(new, codes=False)
+            ids = np.arange(segment.info.geometry.total_chunks)
+            first = self._first_id(segment, segment.info, codes=False)
             self._cache.placement.inherit(first + ids, old[0] + ids, shares)
         self.retire(old_id)
 
@@ -334,6 +323,7 @@ class OpenSegments:
                 self.release(done.segment_id)
             raise
 
+    @locked
     def open_spans(
         self, spans: Sequence[StoredSpan], segments: Sequence[OpenSegment], *, codes: bool
     ) -> list[OpenSpan]:
@@ -341,7 +331,11 @@ class OpenSegments:
         assert codes or self._shape.exact, "only codes are kept"
         self._cache.placement.advance()
         return [
-            (own, range(span.start, span.stop), self.first_id(own.info, codes=codes))
+            (
+                own,
+                range(span.start, span.stop),
+                self._first_id(span.segment, own.info, codes=codes),
+            )
             for span, own in zip(spans, segments, strict=True)
         ]
 

@@ -115,7 +115,7 @@ class Places:
         before each segment of the tree."""
         info, above = segment.info, self._tree.get(segment.above)
         if not info.prefix_len:
-            digest = begun_digest(info.namespace)
+            above, digest = None, begun_digest(info.namespace)
         elif above is None or above.info.namespace != info.namespace:
             return False
         else:
@@ -125,11 +125,7 @@ class Places:
             digest = extended(digests[above], above.info.tokens[:length])
         if digest.hexdigest() != info.prefix_digest:
             return False
-        if info.prefix_len and above is not None:
-            put = self._tree.insert_below(segment, above, length)
-        else:
-            put = self._tree.insert(segment, info.tokens[:0])
-        if put:
+        if put := self._tree.attach(segment, above):
             digests[segment] = digest
         return put
 

@@ -23,6 +23,8 @@ from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.storage.directory import QUARANTINE, remove_store
 from impress_sglang.store.disk import StoreDisk
 from impress_sglang.store.eviction_order import EvictionOrder
+from impress_sglang.store.lookahead import LookAhead
+from impress_sglang.store.open_segments import OpenSegments
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
 
 logger = logging.getLogger(__name__)
@@ -86,10 +88,18 @@ class WriteBudget:
 class Quota:
     """Counts the bytes of one store directory; owned by the store's thread."""
 
-    def __init__(self, config: ImpressConfig, disk: StoreDisk, budget: WriteBudget) -> None:
+    def __init__(
+        self,
+        config: ImpressConfig,
+        disk: StoreDisk,
+        segments: OpenSegments,
+        lookahead: LookAhead,
+        budget: WriteBudget,
+    ) -> None:
         """Count what `disk` has; `budget` limits the bytes written to the drive."""
         self.budget = budget
-        self._config = config
+        self._config, self._segments, self._lookahead = config, segments, lookahead
+        self._pins = disk.pins
         self._tree, self._worker, self._health = disk.tree, disk.worker, disk.health
         self._others, self._peers, self._bucket = disk.others, disk.peers, disk.bucket
         # Removals of what no process serves, by the folder of a store.
@@ -151,15 +161,17 @@ class Quota:
         share = bytes_of(self._config.ssd_gb) // (1 + len(self._peers.folders))
         return share - self._tree.file_bytes
 
-    def make_room(
-        self, segment: StoredSegment, keep: StoredMatch, is_needed: Callable[[str], bool]
-    ) -> list[StoredSegment] | None:
+    def is_needed(self, segment: StoredSegment) -> bool:
+        """Whether a segment must stay: it is read, awaited or pinned."""
+        name = segment.segment_id
+        return self._segments.is_open(name) or segment in self._lookahead or name in self._pins
+
+    def make_room(self, segment: StoredSegment, keep: StoredMatch) -> list[StoredSegment] | None:
         """Find out what has to go for a file, and begin to remove what is not ours.
 
         Args:
             segment: the segment to be written.
             keep: the match that it builds on, which stays.
-            is_needed: whether a segment must stay: it is read, awaited or pinned.
 
         Returns:
             Segments to evict, dependents first; None if that fails, and while the store of another
@@ -180,7 +192,7 @@ class Quota:
         excess = max(held[namespace] + num_bytes - most, 0)
         if needed > self._tree.file_bytes - self.pending_bytes or excess > held[namespace]:
             return None
-        order, choice = self._tree.order, _Choice(is_needed, keep)
+        order, choice = self._tree.order, _Choice(self.is_needed, keep)
         choice.take_from(order.of(namespace), excess)
         if fits := choice.num_bytes >= excess:
             if most < math.inf and choice.num_bytes < needed:
@@ -202,9 +214,9 @@ class Quota:
         """Which of these namespaces have more than they may."""
         return [name for name in names if self._tree.held[name] > self._most]
 
-    def share_out(self, num_bytes: int, is_needed: Callable[[str], bool]) -> list[StoredSegment]:
+    def share_out(self, num_bytes: int) -> list[StoredSegment]:
         """What to evict for another server that lacks room: no more than what is above a share."""
-        choice = _Choice(is_needed, StoredMatch())
+        choice = _Choice(self.is_needed, StoredMatch())
         choice.take_from(self._tree.order, min(num_bytes, -self.lacks))
         choice.note_uses(self._tree.order)
         return choice.victims
@@ -241,7 +253,7 @@ class Quota:
 class _Choice:
     """Segments chosen for eviction, dependents first, and the bytes of their files."""
 
-    def __init__(self, is_needed: Callable[[str], bool], keep: StoredMatch) -> None:
+    def __init__(self, is_needed: Callable[[StoredSegment], bool], keep: StoredMatch) -> None:
         self.victims: list[StoredSegment] = []
         self.num_bytes = 0
         # Segments that were passed over because they are needed, or not ours.
@@ -260,7 +272,7 @@ class _Choice:
             built_on = self._staying.get(own.segment_id, own.num_dependents)
             if built_on or own in self._spared or not own.on_disk:
                 continue
-            if own.home is None and self._is_needed(own.segment_id):
+            if own.home is None and self._is_needed(own):
                 self._in_use[own] = None
                 continue
             self._spared.add(own)

@@ -98,16 +98,18 @@ class PrefixStore:
             config.io_depth, files, engine=config.io_engine, patience=patience
         )
         self.ahead = ReadAhead(self._memory.pool, enabled=config.readahead > 0)
-        self.segments = OpenSegments(config, shape, self._memory, self._disk, self._reader)
-        self._lookahead = lookahead or LookAhead()
-        self._lookahead.tell_to(self.segments.expect)
+        lookahead = lookahead or LookAhead()
+        parts = self._memory, self._disk, self._reader, lookahead
+        self.segments = OpenSegments(config, shape, *parts)
         self._closed = False
         self._tasks: list[tuple[Work | Suspect, Future[Any]]] = []
         # Those of other servers.
         self._orders: list[Purge] = []
-        self.quota = Quota(config, self._disk, budget or WriteBudget(config.write_gb_per_day))
-        parts = self._disk, self.quota, self.segments, self._lookahead
-        self.writes = SegmentWrites(config, identity, shape, *parts, codec)
+        budget = budget or WriteBudget(config.write_gb_per_day)
+        self.quota = Quota(config, self._disk, self.segments, lookahead, budget)
+        self.writes = SegmentWrites(
+            config, identity, shape, self._disk, self.quota, self.segments, codec
+        )
         self.stats, self.losses = self.writes.stats, self.writes.losses
 
     def match(self, namespace: str, tokens: Tokens, *, least: Quality = EXACT) -> StoredMatch:
@@ -136,7 +138,7 @@ class PrefixStore:
 
     def _take(self) -> None:
         bucket = self._disk.bucket
-        self._lookahead.tell()
+        self.segments.expect()
         self.segments.settle()
         self.writes.poll()
         self.quota.take_removals()
@@ -147,7 +149,7 @@ class PrefixStore:
         # An order to purge may concern only the one that is to be used.
         for own, other in () if self._orders else self.places.take_doubles():
             # A bucket's are stored here as well, to be read from here.
-            if bucket is None and not self.writes.is_needed(own.segment_id):
+            if bucket is None and not self.quota.is_needed(own):
                 self.writes.discard([own], Cause.EVICTED)
                 self.places.forget(other.segment_id)
                 self.places.add(other)
@@ -184,8 +186,7 @@ class PrefixStore:
             if segment is not None and other and self._disk.is_far(segment) == news.far:
                 self.writes.lose(segment, Cause.EVICTED)
         elif news.want:
-            given = self.quota.share_out(news.want, self.writes.is_needed)
-            self.writes.discard(given, Cause.EVICTED)
+            self.writes.discard(self.quota.share_out(news.want), Cause.EVICTED)
         elif news.purge is not None:
             try:
                 self._orders.append(Purge.told(news.purge))
@@ -286,8 +287,6 @@ class PrefixStore:
         If all writes were abandoned, `leave_disk` may run on another thread.
         """
         self._closed = True
-        # The next store that gets the memory has other chunks in it.
-        self._lookahead.tell_to(None)
         return self._memory
 
     def leave_disk(self) -> None:

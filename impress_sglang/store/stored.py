@@ -1,4 +1,4 @@
-"""What is stored of a token sequence: segments, their nodes in the tree, and spans of tokens."""
+"""What is stored of a token sequence: segments, and spans of their tokens."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import enum
 import functools
 import math
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -30,6 +29,11 @@ class SegmentState(enum.Enum):
     """It has no file; if it is still in the tree, others build on it."""
 
 
+Children: TypeAlias = "dict[int, dict[int, list[StoredSegment]]]"
+"""Segments by how many tokens are before them and by their first token, best quality first; there
+is one of each quality."""
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class StoredSegment:
     """A segment in the tree.
@@ -40,7 +44,7 @@ class StoredSegment:
     `dependents` counts segments attached below it, by their `level`; `last_access` is a logical
     time; `history` is what `paper/` learns of its tokens; `written` is when its file was, as of
     `time.time`, and `due` when it expires; `above` is a hint of an earlier process, what it was
-    attached to; `path` are its nodes, from its first token on, empty outside the tree.
+    attached to. `children` are the segments that build on it, see `Children`.
 
     Segments of a lower `level` leave the SSD before it.
     """
@@ -55,7 +59,7 @@ class StoredSegment:
     home: Path | None = None
     dependents: list[int] = dataclasses.field(init=False)
     parent: StoredSegment | None = dataclasses.field(init=False, default=None)
-    path: list[Node] = dataclasses.field(init=False, default_factory=list)
+    children: Children = dataclasses.field(init=False, repr=False, default_factory=dict)
     history: Any = dataclasses.field(init=False, default=None)
     due: float = dataclasses.field(init=False, default=math.inf)
     level: Priority = dataclasses.field(init=False)
@@ -108,6 +112,16 @@ class StoredSegment:
         return self.segment_id, self.last_access, self.hits, above
 
     @property
+    def stop(self) -> int:
+        """How many tokens there are from the start of a prompt to its end."""
+        return self.info.prefix_len + self.info.num_tokens
+
+    @property
+    def lost(self) -> bool:
+        """Whether it has no file any more; in the tree it is a hole then."""
+        return self.state is SegmentState.LOST
+
+    @property
     def ready(self) -> bool:
         """Whether it can be read."""
         return self.state is SegmentState.READY
@@ -116,63 +130,6 @@ class StoredSegment:
     def on_disk(self) -> bool:
         """Whether it has a file, which may be damaged."""
         return self.state in (SegmentState.READY, SegmentState.SUSPECT)
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Node:
-    """Tokens [start, start + len(tokens)) of a segment, below `parent`.
-
-    `children` are by first token, those with the same one in order of quality, best first.
-    """
-
-    tokens: Tokens
-    segment: StoredSegment | None
-    start: int
-    parent: Node | None
-    children: dict[int, list[Node]] = dataclasses.field(default_factory=dict)
-
-    @property
-    def quality(self) -> Quality:
-        """The quality of its KVs."""
-        return EXACT if self.segment is None else self.segment.info.quality
-
-    @property
-    def lost(self) -> bool:
-        """Whether it is a hole."""
-        return self.segment is not None and self.segment.state is SegmentState.LOST
-
-    @property
-    def stop(self) -> int:
-        """The end of its tokens in its segment, exclusive."""
-        return self.start + len(self.tokens)
-
-    def choices(self, token: int, least: Quality) -> Iterator[Node]:
-        """Children that begin with a token and suffice, best first.
-
-        A hole of better quality is left out: it cannot be read, and worse KVs cannot fill it.
-        """
-        for child in self.children.get(token, ()):
-            quality = child.quality
-            # The usual case, in which both are exact, is decided first.
-            same = quality is least or quality == least
-            if same or (not child.lost and quality.suffices(least)):
-                yield child
-
-    def add(self, child: Node) -> bool:
-        """Add a child; False if there is one with its first token and quality."""
-        siblings = self.children.setdefault(int(child.tokens[0]), [])
-        if any(own.quality == child.quality for own in siblings):
-            return False
-        siblings.append(child)
-        siblings.sort(key=lambda own: own.quality.rank)
-        return True
-
-    def remove(self, child: Node) -> None:
-        """Remove a child."""
-        siblings = self.children[int(child.tokens[0])]
-        siblings.remove(child)
-        if not siblings:
-            del self.children[int(child.tokens[0])]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,30 +1,28 @@
 """The tree of stored prefixes: which segments hold the KVs of a token sequence.
 
-A radix tree per namespace (SGLang's `extra_key` and `cache_salt`). A node is a run of tokens inside
-one segment; splitting a node moves no data, both halves refer to the same segment. KVs of the same
-tokens in different qualities are different children, so that they are never mixed unnoticed.
+A radix tree per namespace (SGLang's `extra_key` and `cache_salt`), whose nodes are segments: others
+may branch off at any of its tokens, which moves no data. KVs of the same tokens in different
+qualities are different children, so that they are never mixed unnoticed.
 
-A segment that has lost its file stays in the tree as long as others build on it. Each of its nodes
-becomes a lost segment of its own: a hole, which is filled when its tokens are stored again.
+What others build on of a segment that has lost its file stays in the tree as a hole, a lost segment
+of its own. It is filled, perhaps in part, when its tokens are stored again.
 
 Invariants (`check`):
-  * a node's tokens are `segment.tokens[start : start + len]`, and its parent ends where it begins;
-  * the nodes of a segment form one path; `dependents` counts the segments that hang below it;
+  * a segment is a child of its parent, at that of the parent's tokens at which it begins;
+  * `dependents` counts the children;
   * no segment leaves the disk at a lower level than what hangs below it;
-  * a lost segment is one node, and something hangs below it;
-  * no node is of better quality than the one above it.
+  * something hangs below the last token of a hole;
+  * no segment is of better quality than the one above it.
 """
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import itertools
-import operator
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -38,16 +36,15 @@ from impress_sglang.storage.segment import (
 from impress_sglang.store.content import ContentIndex
 from impress_sglang.store.eviction_order import EvictionOrder
 from impress_sglang.store.stored import (
-    Node,
+    Children,
     SegmentState,
     StoredMatch,
     StoredSegment,
     StoredSpan,
 )
 
-_start = operator.attrgetter("start")
-# In how many of its nodes a segment is checked, and of a match states are looked for.
-_MOST_NODES = 256
+# At how many places of a match, at which others branch off, states are looked for.
+_MOST_PLACES = 256
 
 
 class StoredTree:
@@ -60,7 +57,8 @@ class StoredTree:
         in how many seconds segments expire that have no shorter time; 0: never.
         """
         self.content = content
-        self._roots: dict[str, Node] = {}
+        # By namespace, what begins with the first token of a prompt.
+        self._roots: dict[str, Children] = {}
         self._segments: dict[str, StoredSegment] = {}
         self.file_bytes = 0
         """Bytes of the files of all segments, including those that are being written."""
@@ -96,65 +94,68 @@ class StoredTree:
         Of children that begin with the same token, the best one is followed, if it suffices. The
         match ends before a segment that cannot be read, unless `only_ready` is False.
         """
-        spans: list[StoredSpan] = []
-        now = time.time()
-        for span in self._walk(namespace, tokens, least):
-            if only_ready and not span.segment.may_be_read(now):
+        spans, position, now = list[StoredSpan](), 0, time.time()
+        children = self._roots.get(namespace, {})
+        while position < len(tokens):
+            own = next(_choices(children, position, int(tokens[position]), least), None)
+            if own is None or (only_ready and not own.may_be_read(now)):
                 break
-            if spans and spans[-1].segment is span.segment:
-                spans[-1] = StoredSpan(span.segment, spans[-1].start, span.stop)
-            else:
-                spans.append(span)
+            length = common_prefix_len(own.info.tokens, tokens[position:])
+            spans.append(StoredSpan(own, 0, length))
+            children, position = own.children, position + length
         return StoredMatch(tuple(spans))
 
     def states_in(self, match: StoredMatch) -> Iterator[int]:
         """How many tokens of a match are before each state that may be read now, the last first.
 
-        Only the last nodes are looked at: requests wait meanwhile.
+        Only the last places are looked at: requests wait meanwhile.
         """
-        now, first, left = time.time(), match.num_tokens, _MOST_NODES
-        for span in reversed(match.spans):
-            first -= len(span)
-            path = span.segment.path
-            stop = bisect.bisect_left(path, span.stop, key=_start)
-            nodes = path[max(stop - left, 0) : stop]
-            left -= len(nodes)
-            for node in reversed(nodes):
-                if span.start < node.stop <= span.stop and _state_below(node, now):
-                    yield first + node.stop - span.start
+        now = time.time()
+        places = (
+            (span.segment, place)
+            for span in reversed(match.spans)
+            for place in sorted(span.segment.children, reverse=True)
+            if place <= span.segment.info.prefix_len + span.stop
+        )
+        for segment, place in itertools.islice(places, _MOST_PLACES):
+            if _state_at(segment, place, now):
+                yield place
 
     def state_behind(self, match: StoredMatch) -> tuple[StoredSpan, ...]:
         """The state where a match ends, if there is one that may be read now."""
-        if not match.spans or not (path := match.spans[-1].segment.path):
+        if not match.spans:
             return ()
-        node, stop = _holder(path, match.spans[-1].stop), match.spans[-1].stop
-        return _state_below(node, time.time()) if node.stop == stop else ()
+        last = match.spans[-1]
+        return _state_at(last.segment, last.segment.info.prefix_len + last.stop, time.time())
 
     def below(self, namespace: str | None, prefix: Tokens | None = None) -> Iterator[StoredSegment]:
         """Segments that have the end of a prefix or tokens behind it, in all qualities.
 
-        A segment comes after those that build on its end. `namespace`, `prefix`: None for all.
-        Segments are found lazily, so the first ones cost the same however many follow; the tree
-        must not change meanwhile.
+        A segment comes after those that build on it. `namespace`, `prefix`: None for all. Segments
+        are found lazily, so the first ones cost the same however many follow; the tree must not
+        change meanwhile.
         """
         prefix = np.empty(0, np.int32) if prefix is None else prefix
         for own in self._roots if namespace is None else (namespace,):
-            for end, _ in self._ends(own, prefix):
-                for node in _deepest_first(end):
-                    if node.segment is not None and node.segment.path[-1] is node:
-                        yield node.segment
+            for end in self._ends(own, prefix):
+                # Each segment on the way down, with those that build on it and are still to come.
+                stack = [(end, _each(self._below(own, end), len(prefix)))]
+                while stack:
+                    segment, children = stack[-1]
+                    if (child := next(children, None)) is not None:
+                        stack.append((child, _each(child.children)))
+                        continue
+                    stack.pop()
+                    if segment is not None:
+                        yield segment
 
     def ends(self, namespace: str, prefix: Tokens) -> set[StoredSegment]:
         """Segments that have the last token of a prefix, in all qualities, also lost ones."""
-        nodes = self._ends(namespace, prefix)
-        return {node.segment for node, _ in nodes if node.segment is not None}
+        return {own for own in self._ends(namespace, prefix) if own is not None}
 
     def on_top(self, segment: StoredSegment) -> Iterator[StoredSegment]:
         """Segments that build directly on one; found lazily, as by `below`."""
-        for node in reversed(segment.path):
-            for below in _below(node):
-                if below.segment is not None and below.segment is not segment:
-                    yield below.segment
+        return _each(segment.children)
 
     def touch(self, match: StoredMatch) -> None:
         """Count an access to every segment of a match, and to the state behind it."""
@@ -167,25 +168,39 @@ class StoredTree:
     def insert(self, segment: StoredSegment, prefix: Tokens) -> bool:
         """Attach a segment after the tokens `prefix`; False if that prefix is not in the tree.
 
-        Any path of these tokens will do whose quality suffices for the segment. Holes of its
-        quality along its first tokens are filled, the last one perhaps only in part. The segment is
-        refused if its other tokens begin like stored ones of its quality there: the caller matches
-        first and stores only new tokens.
+        Any path of these tokens will do whose quality suffices for the segment; see `attach`.
         """
-        info = segment.info
-        self._roots.setdefault(info.namespace, Node(np.empty(0, np.int32), None, 0, None))
-        ends = self._ends(info.namespace, prefix, info.quality)
-        return any(self._attach(segment, node, length) for node, length in ends)
+        assert segment.info.prefix_len == len(prefix)
+        ends = self._ends(segment.info.namespace, prefix, segment.info.quality)
+        return any(self.attach(segment, above) for above in ends)
 
-    def insert_below(self, segment: StoredSegment, above: StoredSegment, length: int) -> bool:
-        """Attach a segment after the first `length` tokens of another; False if impossible.
+    def attach(self, segment: StoredSegment, above: StoredSegment | None) -> bool:
+        """Attach a segment to one that has the tokens before it, None: there are none.
 
-        Like `insert`, for a caller who knows the place: the tokens before it are not compared.
+        Holes of its quality along its first tokens are filled, the last one perhaps only in part.
+        It is refused if its other tokens begin like stored ones of its quality there, or if those
+        above are of too bad quality: the caller matches first and stores only new tokens.
         """
-        if not above.info.quality.suffices(segment.info.quality):
+        info, holes = segment.info, list[StoredSegment]()
+        if info.segment_id in self._segments:
             return False
-        node = _holder(above.path, length)
-        return self._attach(segment, node, length - node.start)
+        if above is not None and not above.info.quality.suffices(info.quality):
+            return False
+        stop, last = info.prefix_len, above
+        if above is not None and above.lost:
+            self._split(above, stop)
+        while (last := self._alike(segment, stop, last)) is not None:
+            if not last.lost:
+                return False
+            stop += common_prefix_len(last.info.tokens, info.tokens[stop - info.prefix_len :])
+            self._split(last, stop)
+            holes.append(last)
+        for hole in holes:
+            self._leave(hole)
+            self._adopt(segment, hole.children)
+        self._join(segment, above)
+        self.order.add(segment)
+        return True
 
     def replace(self, segment: StoredSegment, info: SegmentInfo, file_bytes: int) -> None:
         """Give a segment another file with the same tokens, which is one of ours."""
@@ -202,109 +217,105 @@ class StoredTree:
     def lose(self, segment: StoredSegment) -> None:
         """Mark a segment as lost: it has no file any more.
 
-        Those of its nodes that others build on become holes. Nodes that nothing builds on leave the
-        tree, and so do holes above them that nothing builds on then.
+        Of its tokens those that others build on become a hole. Holes above it that nothing builds
+        on then leave the tree.
         """
-        segment.state = SegmentState.LOST
-        node = segment.path[-1]
-        while node.lost and not node.children:
-            assert node.segment is not None and node.parent is not None
-            node.parent.remove(node)
-            if node.start == 0:
-                self._forget(node.segment)
-            node = node.parent
-        if node.parent is None and not node.children:
-            del self._roots[segment.info.namespace]
-        if segment.segment_id in self._segments:
-            self._forget(segment)
-            while node.segment is segment:
-                self._dig(node)
-                assert node.parent is not None
-                node = node.parent
-        if node.segment is not None:
-            self.order.settle(node.segment)
-
-    def check(self, segment: StoredSegment, most: int = _MOST_NODES) -> None:
-        """Check that a segment has its place in the tree, in its last `most` nodes.
-
-        The time does not depend on how many segments build on it.
-        """
-        info, above, path = segment.info, segment.parent, segment.path
-        assert self._segments[segment.segment_id] is segment
-        stop, node = info.num_tokens, path[-1]
-        for own in itertools.islice(reversed(path), most):
-            assert node is own and node.segment is segment and node.parent is not None
-            assert len(node.tokens) > 0 and node.start + len(node.tokens) == stop
-            assert np.array_equal(node.tokens, info.tokens[node.start : stop])
-            siblings = node.parent.children[int(node.tokens[0])]
-            assert node in siblings and len({own.quality for own in siblings}) == len(siblings)
-            stop, node = node.start, node.parent
-        if not stop:
-            assert node.segment is above
-            assert above is not None or self._roots[info.namespace] is node
-        assert path[0].start == 0
-        if segment.state is SegmentState.LOST:
-            assert len(path) == 1 and segment.num_dependents
+        segment.state, above = SegmentState.LOST, segment.parent
+        self._leave(segment)
+        self._dig(segment, segment.info.prefix_len, segment.children, above)
+        while above is not None and above.lost and not above.children:
+            self._leave(above)
+            above = above.parent
         if above is not None:
+            if above.lost:
+                _shorten(above)
+            self.order.settle(above)
+
+    def check(self, segment: StoredSegment) -> None:
+        """Check that a segment has its place in the tree.
+
+        The time does not depend on how many segments build on it, unless it is a hole.
+        """
+        info, above = segment.info, segment.parent
+        assert self._segments[segment.segment_id] is segment
+        place = self._below(info.namespace, above).get(info.prefix_len, {})
+        same = place.get(int(info.tokens[0]), ())
+        assert segment in same and len({own.info.quality for own in same}) == len(same)
+        if segment.lost:
+            assert max(segment.children, default=0) == segment.stop
+        if above is None:
+            assert not info.prefix_len
+        else:
             assert self._segments[above.segment_id] is above
+            assert above.info.prefix_len < info.prefix_len <= above.stop
             assert above.info.namespace == info.namespace
             assert above.info.quality.suffices(info.quality)
         self.order.check(segment)
 
-    def _attach(self, segment: StoredSegment, node: Node, length: int) -> bool:
-        """Attach a segment after `length` tokens of a node, filling the holes there; False if
-        impossible."""
-        if segment.segment_id in self._segments:
-            return False
-        above = self._split(node, length)
-        nodes, rest = list[Node](), segment.info.tokens
-        while len(rest) and (hole := _hole(above, int(rest[0]), segment.info.quality)) is not None:
-            length = common_prefix_len(hole.tokens, rest)
-            above, rest = self._split(hole, length), rest[length:]
-            nodes.append(above)
-        if len(rest):
-            nodes.append(Node(rest, segment, 0, above))
-            if not above.add(nodes[-1]):
-                return False
-        for own in nodes:
-            if own.segment is not None and own.segment is not segment:
-                self._forget(own.segment)
-        self._own(segment, nodes)
-        self.order.add(segment)
-        return True
+    def _below(self, namespace: str, above: StoredSegment | None) -> Children:
+        return self._roots.get(namespace, {}) if above is None else above.children
 
-    def _own(self, segment: StoredSegment, nodes: list[Node]) -> None:
-        """Make nodes, each below the one before, the nodes of a new segment."""
-        start = segment.info.num_tokens
-        for node in reversed(nodes):
-            start -= len(node.tokens)
-            node.segment, node.start = segment, start
-            for below in _below(node):
-                if below.segment is not None and below.segment is not segment:
-                    below.segment.parent = segment
-                    segment.dependents[below.segment.level] += 1
-                    self.order.change(below.segment)
-        assert start == 0 and nodes[0].parent is not None
-        segment.parent = nodes[0].parent.segment
-        segment.level = segment.own_level
-        if segment.parent is not None:
-            segment.parent.dependents[segment.level] += 1
-        self._segments[segment.segment_id] = segment
+    def _alike(
+        self, segment: StoredSegment, stop: int, above: StoredSegment | None
+    ) -> StoredSegment | None:
+        """What goes on behind `stop` tokens of a prompt as a segment does, in the same quality:
+        `above` or one that builds on it."""
+        info = segment.info
+        if stop == segment.stop:
+            return None
+        token = info.tokens[stop - info.prefix_len]
+        found = list(self._below(info.namespace, above).get(stop, {}).get(int(token), ()))
+        if above is not None and stop < above.stop:
+            following = above.info.tokens[stop - above.info.prefix_len]
+            found += [above] if following == token else []
+        return next((own for own in found if own.info.quality == info.quality), None)
+
+    def _adopt(self, above: StoredSegment, children: Children) -> None:
+        """Let what has built on one segment build on another."""
+        above.children |= children
+        for own in _each(children):
+            assert own.parent is not None
+            own.parent.dependents[own.level] -= 1
+            own.parent = above
+            above.dependents[own.level] += 1
+            self.order.change(own)
+
+    def _join(self, segment: StoredSegment, above: StoredSegment | None) -> None:
+        """Put a segment, with what builds on it, into the tree."""
+        info = segment.info
+        segment.parent, segment.level = above, segment.own_level
+        if above is None:
+            children = self._roots.setdefault(info.namespace, {})
+        else:
+            children = above.children
+            above.dependents[segment.level] += 1
+        same = children.setdefault(info.prefix_len, {}).setdefault(int(info.tokens[0]), [])
+        same.append(segment)
+        same.sort(key=lambda own: own.info.quality.rank)
+        self._segments[info.segment_id] = segment
         self._count(segment, segment.file_bytes)
-        segment.path = nodes
-        if self.content is not None and segment.state is not SegmentState.LOST:
+        if self.content is not None and not segment.lost:
             self.content.add(segment)
 
-    def _forget(self, segment: StoredSegment) -> None:
-        """Forget a segment; its nodes belong to another one, or go as well."""
-        del self._segments[segment.segment_id]
-        segment.path = []
+    def _leave(self, segment: StoredSegment) -> None:
+        """Take a segment out of the tree, but not what builds on it."""
+        info, above = segment.info, segment.parent
+        del self._segments[info.segment_id]
+        children, token = self._below(info.namespace, above), int(info.tokens[0])
+        place = children[info.prefix_len]
+        place[token].remove(segment)
+        if not place[token]:
+            del place[token]
+        if not place:
+            del children[info.prefix_len]
+        if above is not None:
+            above.dependents[segment.level] -= 1
+        elif not children:
+            del self._roots[info.namespace]
         self._count(segment, -segment.file_bytes)
         if self.content is not None:
             self.content.discard(segment)
         self.order.remove(segment)
-        if segment.parent is not None:
-            segment.parent.dependents[segment.level] -= 1
 
     def _count(self, segment: StoredSegment, more: int) -> None:
         """Count bytes of the file of a segment, perhaps fewer than 0."""
@@ -313,117 +324,90 @@ class StoredTree:
         if not self.held[segment.info.namespace]:
             del self.held[segment.info.namespace]
 
-    def _dig(self, node: Node) -> None:
-        """Make a node of a lost segment, which is forgotten already, a hole of its own."""
-        old = node.segment
-        assert old is not None
+    def _dig(
+        self, old: StoredSegment, start: int, children: Children, above: StoredSegment | None
+    ) -> None:
+        """Make a hole of the tokens of a lost segment that come after `start` tokens of a prompt,
+        and that `children` build on."""
+        if not children:
+            return
+        info, first = old.info, old.info.prefix_len
         info = dataclasses.replace(
-            old.info,
+            info,
             segment_id=uuid.uuid4().hex,
             # No file needs it: whoever fills the hole knows all tokens before it.
             prefix_digest="",
-            prefix_len=old.info.prefix_len + node.start,
-            tokens=node.tokens,
+            prefix_len=start,
+            tokens=info.tokens[start - first : max(children) - first],
             generation=0,
         )
         hole = StoredSegment(info, 0, SegmentState.LOST, last_access=old.last_access, hits=old.hits)
-        self._own(hole, [node])
+        self._adopt(hole, children)
+        self._join(hole, above)
 
-    def _walk(self, namespace: str, tokens: Tokens, least: Quality) -> Iterator[StoredSpan]:
-        """Spans of segments along `tokens`."""
-        node = self._roots.get(namespace)
-        position = 0
-        while node is not None and position < len(tokens):
-            child = next(node.choices(int(tokens[position]), least), None)
-            if child is None:
-                return
-            segment, start = child.segment, child.start
-            assert segment is not None
-            # Exact KVs have no better siblings, so their segment is followed as far as it goes,
-            # over any number of nodes.
-            exact = segment.info.quality == EXACT
-            path = segment.path if exact else [child]
-            own = segment.info.tokens[start : path[-1].stop]
-            stop = start + common_prefix_len(own, tokens[position:])
-            yield StoredSpan(segment, start, stop)
-            node = _holder(path, stop)
-            if stop < node.stop:
-                return
-            position += stop - start
+    def _split(self, hole: StoredSegment, stop: int) -> None:
+        """Make two of a hole that goes on behind `stop` tokens of a prompt."""
+        behind = {at: own for at, own in hole.children.items() if at > stop}
+        for at in behind:
+            del hole.children[at]
+        self._dig(hole, stop, behind, hole)
+        _shorten(hole)
 
     def _ends(
         self, namespace: str, prefix: Tokens, least: Quality | None = None
-    ) -> Iterator[tuple[Node, int]]:
-        """Nodes in which a prefix ends, and how many of their tokens are in it, best paths first.
+    ) -> Iterator[StoredSegment | None]:
+        """Segments that have the last token of a prefix, best paths first; None for no tokens.
 
         A match follows the best child only; what was stored before that one existed is on others.
         `least`: None for all qualities, also behind holes.
         """
-        root = self._roots.get(namespace)
-        stack = [] if root is None else [(root, 0, 0)]
+        stack: list[tuple[StoredSegment | None, int]] = [(None, 0)]
         while stack:
-            node, length, position = stack.pop()
-            if position == len(prefix):
-                yield node, length
-            elif length == len(node.tokens):
-                token = int(prefix[position])
-                every = node.children.get(token, ())
-                choices = every if least is None else list(node.choices(token, least))
-                for child in reversed(choices):
-                    length = common_prefix_len(child.tokens, prefix[position:])
-                    stack.append((child, length, position + length))
-
-    def _split(self, node: Node, length: int) -> Node:
-        """Cut a node after `length` tokens, if it goes on there; returns the upper part."""
-        if length == len(node.tokens):
-            return node
-        assert node.parent is not None and node.segment is not None
-        upper = Node(node.tokens[:length], node.segment, node.start, node.parent)
-        path = node.segment.path
-        path.insert(bisect.bisect_left(path, node.start, key=_start), upper)
-        node.parent.remove(node)
-        node.parent.add(upper)
-        node.tokens, node.start, node.parent = node.tokens[length:], node.start + length, upper
-        upper.add(node)
-        if upper.lost:
-            self._forget(node.segment)
-            self._dig(node)
-            self._dig(upper)
-        return upper
+            above, stop = stack.pop()
+            if stop == len(prefix):
+                yield above
+            children = self._below(namespace, above)
+            for place in sorted(at for at in children if at <= stop and at < len(prefix)):
+                for child in reversed(list(_choices(children, place, int(prefix[place]), least))):
+                    length = common_prefix_len(child.info.tokens, prefix[place:])
+                    stack.append((child, place + length))
 
 
-def _state_below(node: Node, now: float) -> tuple[StoredSpan, ...]:
-    """The state behind a node, if there is one that may be read now."""
-    child = next(node.choices(STATE_TOKEN, EXACT), None)
-    segment = None if child is None else child.segment
-    if segment is None or not segment.may_be_read(now):
+def _state_at(segment: StoredSegment, place: int, now: float) -> tuple[StoredSpan, ...]:
+    """The state behind so many tokens of a prompt, of which a segment has the last, if there is one
+    that may be read now."""
+    state = next(_choices(segment.children, place, STATE_TOKEN, EXACT), None)
+    if state is None or not state.may_be_read(now):
         return ()
-    return (StoredSpan(segment, 0, segment.info.num_tokens),)
+    return (StoredSpan(state, 0, state.info.num_tokens),)
 
 
-def _holder(path: Sequence[Node], length: int) -> Node:
-    """The node of a segment that has the last of the segment's first `length` tokens."""
-    return path[bisect.bisect_left(path, length, key=_start) - 1]
+def _shorten(hole: StoredSegment) -> None:
+    """Let a hole end where the last one begins that builds on it."""
+    length = max(hole.children) - hole.info.prefix_len
+    hole.info = dataclasses.replace(hole.info, tokens=hole.info.tokens[:length])
 
 
-def _hole(above: Node, token: int, quality: Quality) -> Node | None:
-    """The child that begins with a token and has this quality, if it is lost."""
-    holes = (own for own in above.children.get(token, ()) if own.lost and own.quality == quality)
-    return next(holes, None)
+def _choices(
+    children: Children, place: int, token: int, least: Quality | None
+) -> Iterator[StoredSegment]:
+    """Children that begin with a token and suffice, best first; `least`: None for all.
+
+    A hole of better quality is left out: it cannot be read, and worse KVs cannot fill it.
+    """
+    for child in children.get(place, {}).get(token, ()):
+        quality = child.info.quality
+        # The usual case, in which both are exact, is decided first.
+        if (
+            quality is least
+            or quality == least
+            or least is None
+            or (not child.lost and quality.suffices(least))
+        ):
+            yield child
 
 
-def _below(node: Node) -> Iterator[Node]:
-    return itertools.chain.from_iterable(node.children.values())
-
-
-def _deepest_first(top: Node) -> Iterator[Node]:
-    """A node and all below it, each after those below it; the tree must not change meanwhile."""
-    # Each node on the way down, with those of its children that are still to come.
-    stack = [(top, _below(top))]
-    while stack:
-        node, children = stack[-1]
-        if (child := next(children, None)) is None:
-            stack.pop()
-            yield node
-        else:
-            stack.append((child, _below(child)))
+def _each(children: Children, first: int = 0) -> Iterator[StoredSegment]:
+    """Segments that come after `first` tokens of a prompt or later."""
+    places = (own for at, own in children.items() if at >= first)
+    return itertools.chain.from_iterable(same for tokens in places for same in tokens.values())

@@ -30,7 +30,6 @@ from impress_sglang.storage.segment import Priority, SegmentInfo, Tokens
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned, WrittenInVain
 from impress_sglang.store.bucket_peer import BucketPeer
 from impress_sglang.store.disk import StoreDisk
-from impress_sglang.store.lookahead import LookAhead
 from impress_sglang.store.losses import Cause, Losses
 from impress_sglang.store.open_segments import OpenSegments
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, prefix_digest
@@ -139,14 +138,13 @@ class SegmentWrites:
         disk: StoreDisk,
         quota: Quota,
         segments: OpenSegments,
-        lookahead: LookAhead,
         codec: Codec | None,
     ) -> None:
         self.stats, self.losses = StoreStats(), Losses()
         self._config, self._identity, self._shape, self._codec = config, identity, shape, codec
         self._disk, self._quota = disk, quota
         self._tree, self._worker, self._health = disk.tree, disk.worker, disk.health
-        self._segments, self._lookahead = segments, lookahead
+        self._segments = segments
         # Oldest first.
         self._writes = collections.deque[_Write]()
         # What is being fetched, and its move into the store.
@@ -197,7 +195,7 @@ class SegmentWrites:
             return StoreOutcome.NOT_CODABLE
         segment = self._planned(namespace, offer, start, stop)
         unremoved = self._worker.unremoved()
-        victims = self._quota.make_room(segment, known, self.is_needed)
+        victims = self._quota.make_room(segment, known)
         if victims is None:
             self.stats.offers_without_space += 1
             self.losses.note_tokens(namespace, tokens, Cause.NO_ROOM)
@@ -206,11 +204,8 @@ class SegmentWrites:
         if victims and self._quota.lacks > 0:
             self._ask_for_room(segment.file_bytes)
         self.discard(victims, Cause.EVICTED)
-        if start:
-            above = known.slice(0, start)[-1]
-            attached = self._tree.insert_below(segment, above.segment, above.stop)
-        else:
-            attached = self._tree.insert(segment, tokens[:0])
+        above = known.slice(0, start)[-1].segment if start else None
+        attached = self._tree.attach(segment, above)
         assert attached, "the matched prefix is not in the tree"
         self._begin(segment, offer, unremoved)
         return StoreOutcome.ACCEPTED
@@ -284,11 +279,6 @@ class SegmentWrites:
         if missing > 0 and self._disk.peers.num_bytes and now > self._asked_at + _ASK_SECONDS:
             self._asked_at = now
             self._worker.submit(self._worker.record, {"want": missing})
-
-    def is_needed(self, segment_id: str) -> bool:
-        """Whether a segment must stay: it is read, awaited or pinned."""
-        is_read = self._segments.is_open(segment_id)
-        return is_read or segment_id in self._lookahead or segment_id in self._disk.pins
 
     def abandon(self) -> None:
         """Abandon all writes, the latest first; never waits."""
@@ -405,7 +395,7 @@ class SegmentWrites:
             file = segment.apart(file_bytes=whole.layout().file_bytes)
             own = whole.namespace, segment.prompt()
             keep = self._tree.match(*own, least=whole.quality, only_ready=False)
-            victims = self._quota.make_room(file, keep, self.is_needed)
+            victims = self._quota.make_room(file, keep)
         if victims is None:
             self._worker.submit(bucket.files.end, whole)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -10,7 +11,7 @@ from impress_sglang.store.content import ContentIndex
 from impress_sglang.store.eviction_order import EvictionOrder
 from impress_sglang.store.lookahead import LookAhead
 from impress_sglang.store.store import PrefixStore
-from impress_sglang.store.stored import Node, SegmentState, StoredSegment
+from impress_sglang.store.stored import SegmentState, StoredSegment
 from impress_sglang.store.tree import StoredTree
 
 
@@ -31,28 +32,27 @@ def check_store(store: PrefixStore) -> None:
 
 
 def check_tree(tree: StoredTree) -> None:
-    """Every invariant is recomputed from the nodes."""
-    covered, held = Counter[StoredSegment | None](), Counter[str]()
-    stack = [child for root in tree._roots.values() for child in children_of(root)]
+    """Every invariant is recomputed from what builds on what."""
+    found, held = list[StoredSegment](), Counter[str]()
+    stack = list(tree._roots.values())
+    assert all(stack)
     while stack:
-        node = stack.pop()
-        covered[node.segment] += len(node.tokens)
-        stack += children_of(node)
+        places = stack.pop().values()
+        alike = [same for place in places for same in place.values()]
+        assert all(places) and all(alike)
+        found += itertools.chain.from_iterable(alike)
+        stack += [own.children for same in alike for own in same]
     segments = list(tree.segments())
-    assert covered == {own: own.info.num_tokens for own in segments}
+    assert Counter(found) == Counter(segments)
     for own in segments:
         held[own.info.namespace] += own.file_bytes
     assert dict(tree.held) == {name: count for name, count in held.items() if count}
     assert tree.file_bytes == sum(held.values())
-    check_order(tree.order, [own for own in segments if own.state is not SegmentState.LOST])
+    check_order(tree.order, [own for own in segments if not own.lost])
     dependents = Counter((own.parent, own.level) for own in segments)
     for own in segments:
-        tree.check(own, own.info.num_tokens)
+        tree.check(own)
         assert own.dependents == [dependents[own, level] for level in type(own.level)]
-
-
-def children_of(node: Node) -> list[Node]:
-    return [child for children in node.children.values() for child in children]
 
 
 def check_order(order: EvictionOrder, segments: list[StoredSegment]) -> None:

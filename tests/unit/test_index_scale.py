@@ -12,9 +12,10 @@ import pytest
 from impress_sglang.storage.segment import Priority
 from impress_sglang.store import disk as disk_module
 from impress_sglang.store import places
+from impress_sglang.store import tree as tree_module
 from impress_sglang.store.places import Places
 from impress_sglang.store.store import PrefixStore
-from impress_sglang.store.stored import Node, SegmentState, StoredSegment
+from impress_sglang.store.stored import SegmentState, StoredSegment
 from impress_sglang.store.tree import StoredTree
 from tests.unit import store_factory
 from tests.unit.kv_factory import as_tokens, stored_segment
@@ -138,9 +139,9 @@ def large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.unfreeze()
 
 
-def nodes() -> int:
+def segments() -> int:
     """Of trees, as far as Python looks for garbage."""
-    return sum(type(own) is Node for own in gc.get_objects())
+    return sum(type(own) is StoredSegment for own in gc.get_objects())
 
 
 class Cycle:
@@ -153,13 +154,13 @@ class Cycle:
 def test_python_looks_for_no_garbage_in_a_large_index(bench: Workbench, large: None) -> None:
     """But what is garbage before its start is let go."""
     store = three_prefixes(bench)
-    assert nodes() > 0
+    assert segments() > 0
     cycle = weakref.ref(Cycle())
     store = bench.reopen(store)
-    assert nodes() == 0 and cycle() is None
+    assert segments() == 0 and cycle() is None
     check_three_prefixes(store)
     bench.close(store)
-    assert nodes() > 0, "then it is garbage"
+    assert segments() > 0, "then it is garbage"
 
 
 def test_a_match_passes_a_segment_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,9 +169,9 @@ def test_a_match_passes_a_segment_in_one_step(monkeypatch: pytest.MonkeyPatch) -
     long = stored_segment("long", tokens)
     assert tree.insert(long, NO_TOKENS)
     for left in range(1, 200):
-        assert tree.insert_below(stored_segment(f"left {left}", [1000], tokens[:left]), long, left)
+        assert tree.attach(stored_segment(f"left {left}", [1000], tokens[:left]), long)
     check_tree(tree)
-    steps = calls_of(monkeypatch, Node, "choices")
+    steps = calls_of(monkeypatch, tree_module, "_choices")
 
     for own in (1, 2, 100, 199):
         for end in ([], [1000], [2000]):

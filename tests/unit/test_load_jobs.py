@@ -281,9 +281,8 @@ def test_the_scheduler_goes_on_meanwhile(make: Make, caches: str) -> None:
             store.segments.bytes_to_read(spans, codes=False)
             store.segments.bytes_to_read(spans, codes=True)
             names = [span.segment.segment_id for span in spans]
-            turn = int(chance.integers(-1, 4))
-            ranges = [] if turn < 0 else [(0, match.num_tokens, turn)]
-            store.segments.expect([(name, ranges) for name in names])
+            store.segments._lookahead.wait(str(chance.integers(4)), spans[: chance.integers(3)])
+            store.segments.expect()
             for name in names:
                 store.segments.cached_bytes(name)
             store.cache.placement.check_integrity()

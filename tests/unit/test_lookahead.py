@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from impress_sglang.store.lookahead import _GAP, LookAhead, turns_of
 from impress_sglang.store.purges import Purge
-from impress_sglang.store.stored import StoredSpan
+from impress_sglang.store.stored import StoredSegment, StoredSpan
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import LAST_TURN, NOBODY
 from tests.unit.kv_factory import make_shape, stored_segment
@@ -33,39 +33,25 @@ def turns_in_order(lookahead: LookAhead, rids: Sequence[str]) -> list[int]:
     return turns
 
 
-class Told:
-    """What a receiver was told of segments since it was last asked."""
-
-    def __init__(self, lookahead: LookAhead) -> None:
-        self._lookahead, self._found = lookahead, dict[str, list[tuple[int, int, int]]]()
-        lookahead.tell_to(self._found.update)
-
-    def __call__(self) -> dict[str, list[tuple[int, int, int]]]:
-        self._lookahead.tell()
-        found = dict(self._found)
-        self._found.clear()
-        return found
-
-
 def test_a_queue_that_moves_on_keeps_its_turns() -> None:
     """So that nothing has to be told to the caches but what comes and goes."""
-    told = Told(lookahead := LookAhead())
+    lookahead = LookAhead()
     lookahead.wait("b", spans((0, (0, 4))))
     lookahead.order(["a", "b", "c"])
-    assert told()
+    assert lookahead.take_changed()
     turns = turns_in_order(lookahead, "abc")
     assert lookahead.turn("nobody") == LAST_TURN
 
     lookahead.order(["b", "c", "d"])
 
     assert [lookahead.turn(rid) for rid in "bc"] == turns[1:] and lookahead.turn("d") > turns[2]
-    assert not told()
+    assert not lookahead.take_changed()
     lookahead.order(queue := ["d", "new", "b", "c"])
     turns_in_order(lookahead, queue)
-    assert not told()
+    assert not lookahead.take_changed()
     lookahead.order(queue := ["d", "c", "b", "new"])
     turns_in_order(lookahead, queue)
-    assert list(told()) == ["a"]
+    assert lookahead.take_changed() == {SEGMENTS[0]}
 
 
 @given(st.lists(st.lists(st.sampled_from("abcdefgh"), unique=True), max_size=20))
@@ -98,8 +84,7 @@ def test_the_next_turn_is_that_of_the_first_who_waits(steps: list[object]) -> No
     """Against a list of who waits for what; what the caches were told is the same."""
     lookahead, wanted = LookAhead(), dict[str, list[tuple[int, tuple[int, int]]]]()
     queue: list[str] = []
-    told = dict[str, list[tuple[int, int, int]]]()
-    lookahead.tell_to(told.update)
+    told = dict[StoredSegment, list[tuple[int, int, int]]]()
     for step in steps:
         if isinstance(step, tuple):
             rid, ranges = step
@@ -112,10 +97,10 @@ def test_the_next_turn_is_that_of_the_first_who_waits(steps: list[object]) -> No
             queue = step
             lookahead.order(queue)
         check_lookahead(lookahead)
-        lookahead.tell()
+        told.update((own, lookahead.ranges(own)) for own in lookahead.take_changed())
 
-    for number, name in enumerate("ab"):
-        turns = turns_of(15, 1, told.get(name, []))
+    for number, segment in enumerate(SEGMENTS):
+        turns = turns_of(15, 1, told.get(segment, []))
         for token in range(15):
             own = [
                 rid
@@ -125,7 +110,7 @@ def test_the_next_turn_is_that_of_the_first_who_waits(steps: list[object]) -> No
             ]
             assert turns[token] == min(map(lookahead.turn, own), default=NOBODY)
         places = {place for ranges in wanted.values() for place, _ in ranges}
-        assert (name in lookahead) == (number in places)
+        assert (segment in lookahead) == (number in places)
     assert sorted(queue, key=lookahead.turn) == queue
 
 
@@ -168,10 +153,9 @@ def test_what_a_request_waits_for_stays_in_the_cache(tmp_path: Path, coded: bool
     for _ in range(9):
         left = read(popular)
     assert left < whole == read(wanted)
-    lookahead.wait("waits", look_up(store, wanted).spans)
-    store.poll()
     # What nobody has read since the start is in no table of the caches yet.
     store = bench.reopen(store, host_gb=gb(50 * 4096), **options)
+    lookahead.wait("waits", look_up(store, wanted).spans)
     store.poll()
     read(wanted)
     for _ in range(9):

@@ -135,7 +135,7 @@ def test_what_follows_a_match(tree: StoredTree, put: Put) -> None:
     tree.touch(tree.match("", as_tokens(P)))
     used = [own for own in tree.segments() if own.hits and own.last_access == tree.order.now]
     assert [own.segment_id for own in used] == ["a", "between"]
-    with mock.patch.object(tree_module, "_MOST_NODES", 2):
+    with mock.patch.object(tree_module, "_MOST_PLACES", 2):
         assert ends([*P, 7, 8, 9]) == [(8, "behind", 2), (6, "between", 2)]
     late.state = SegmentState.SUSPECT
     assert ends([*P, 7, 8]) == [(6, "between", 2), (3, "inside", 2)]
@@ -178,7 +178,7 @@ def test_states_that_another_page_size_has_left_are_passed_over(page: int, usabl
     tree, tokens = StoredTree(), as_tokens(range(9))
     tree.insert(stored_segment("a", tokens), tokens[:0])
     for end in (4, 6):
-        tree.insert(stored_segment(f"state {end}", [-1, -1]), tokens[:end])
+        tree.insert(stored_segment(f"state {end}", [-1, -1], tokens[:end]), tokens[:end])
     service: Any = SimpleNamespace(config=None, store=SimpleNamespace(tree=tree))
     planner, match = LoadPlanner(service, page, states=True), tree.match("", tokens)
     assert planner.usable(match) == usable
