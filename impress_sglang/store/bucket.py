@@ -1,14 +1,12 @@
 """Requests to an object store, below one prefix of one bucket; and objects as files.
 
 `obstore` retries with back-off, within the patience of the server's drive. What fails after that is
-an `OSError`, and then all requests fail at once for a while, but for one that asks whether the
-store answers again: who asks for a stored prefix must not wait for each of its segments.
+an `OSError`, and then all reads fail at once until a list is answered: who asks for a stored prefix
+must not wait for each of its segments.
 
-An object is a local file that is filled as it is read. So everything behind
-`storage.files.FileSystem` reads an object as it reads a file, and verifies it as it verifies a
-file. What is fetched are aligned ranges of `RANGE_BYTES`, each once, whoever wants parts of it.
-When nobody reads any more, the rest is fetched and the whole is verified: then it can become a file
-of the store.
+An object is a local file that is filled as it is read, in ranges of `RANGE_BYTES`. When nobody
+reads any more, the rest is fetched and the whole is verified: then it can become a file of the
+store.
 """
 
 from __future__ import annotations
@@ -41,7 +39,6 @@ from impress_sglang.storage.segment import (
     reading,
 )
 from impress_sglang.storage.writer import TEMPORARY_SUFFIX
-from impress_sglang.store.health import FIRST_PAUSE_S, LONGEST_PAUSE_S
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +75,7 @@ class Bucket:
         self._obstore = importlib.import_module("obstore")
         self._exists = importlib.import_module("obstore.exceptions").AlreadyExistsError
         self._store, self._patient, self.url = store, patient, url
-        self._lock = threading.Lock()
-        self._pause = FIRST_PAUSE_S
-        self._failed_at = self._rests_until = 0.0
+        self._failed_at = 0.0
         self.requests = self.failures = 0
 
     @property
@@ -89,8 +84,8 @@ class Bucket:
         return not self._failed_at
 
     def check(self) -> None:
-        """Raise `OSError` while requests would fail at once."""
-        if time.monotonic() < self._rests_until:
+        """Raise `OSError` while reads fail at once."""
+        if not self.answers:
             raise OSError(errno.EAGAIN, f"{self.url} has failed, and is left alone for a while")
 
     def list(
@@ -171,19 +166,11 @@ class Bucket:
                 self._note(failure)
 
     def _note(self, error: Exception | None) -> None:
-        with self._lock:
-            now, failed_at = time.monotonic(), self._failed_at
-            if error is None:
-                if failed_at:
-                    logger.warning("%s answers again after %.1f s", self.url, now - failed_at)
-                self._failed_at = self._rests_until = 0.0
-                self._pause = FIRST_PAUSE_S
-                return
-            self._failed_at = failed_at or now
-            if now >= self._rests_until:
-                self._rests_until = now + self._pause
-                self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
-        if not failed_at:
+        failed_at, now = self._failed_at, time.monotonic()
+        self._failed_at = 0.0 if error is None else failed_at or now
+        if error is None and failed_at:
+            logger.warning("%s answers again after %.1f s", self.url, now - failed_at)
+        elif error is not None and not failed_at:
             logger.warning(
                 "%s fails: %s; what only it has is computed until it answers again",
                 self.url,
@@ -233,12 +220,11 @@ def _first_line(error: BaseException) -> str:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Object:
-    """An object that is open, or was."""
+class FetchedObject:
+    """An object that may be opened, and the local file that it is fetched into."""
 
     name: str
     info: SegmentInfo
-    path: Path
     local: Path
     size: int
     descriptor: int = -1
@@ -248,9 +234,9 @@ class _Object:
     whole: bool = False
     """Whether all of it is there, and verified."""
     leaves: bool = False
-    """Whether it is counted elsewhere."""
+    """Whether its bytes are counted elsewhere."""
     ended: bool = False
-    """Whether its file goes, or has become another's, with the last reader."""
+    """Whether it is opened no more: its descriptor is closed after the last reader."""
 
 
 class BucketFiles(FileSystem):
@@ -261,19 +247,14 @@ class BucketFiles(FileSystem):
         self._bucket, self._directory, self._files = bucket, directory, directory.files
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
-        self._of_path: dict[Path, _Object] = {}
-        self._of_descriptor: dict[int, _Object] = {}
+        self._of_path: dict[Path, FetchedObject] = {}
+        self._of_descriptor: dict[int, FetchedObject] = {}
         self.fetched_bytes = 0
 
     @property
     def open_bytes(self) -> int:
-        """Bytes of the local files of objects, if all of these were fetched, but for those that
-        are `leave`ing."""
+        """Bytes of the local files of objects, if all of these were fetched."""
         return sum(own.size for own in list(self._of_descriptor.values()) if not own.leaves)
-
-    def leave(self, info: SegmentInfo) -> None:
-        """Count an object no more, which is going to be ended."""
-        self._of_path[_path_of(info)].leaves = True
 
     def path_of(self, name: str, info: SegmentInfo) -> Path:
         """Where an object of this name is opened, which must be that segment."""
@@ -281,9 +262,10 @@ class BucketFiles(FileSystem):
         # As any unfinished file it goes at the next start.
         local = self._directory.segment_path(uuid.uuid4().hex)
         local = local.with_name(local.name + TEMPORARY_SUFFIX)
-        own = _Object(name, info, path, local, info.layout().file_bytes)
         with self._lock:
-            self._of_path.setdefault(path, own)
+            self._of_path.setdefault(
+                path, FetchedObject(name, info, local, info.layout().file_bytes)
+            )
         return path
 
     def stat(self, path: Path | str) -> os.stat_result:
@@ -310,7 +292,7 @@ class BucketFiles(FileSystem):
             own.users += 1
             return own.descriptor
 
-    def _find(self, path: Path | str) -> _Object:
+    def _find(self, path: Path | str) -> FetchedObject:
         if (own := self._of_path.get(Path(path))) is None:
             # It has become a file since it was looked for.
             raise OSError(errno.EAGAIN, f"{path} is fetched no more")
@@ -322,7 +304,7 @@ class BucketFiles(FileSystem):
             own = self._of_descriptor[descriptor]
             own.users -= 1
             own.idle_since = time.monotonic()
-            self._forget_ended(own)
+            self._close_ended(own)
 
     def read(self, descriptor: int, offset: int, target: memoryview) -> None:
         """Fill `target`; what is not there is fetched, once, whoever waits for it."""
@@ -336,7 +318,7 @@ class BucketFiles(FileSystem):
         """Threads, more than for a drive: they wait for the network."""
         return ThreadEngine(MOST_READS, self.read, MOST_READS)
 
-    def _fetch(self, own: _Object, number: int) -> None:
+    def _fetch(self, own: FetchedObject, number: int) -> None:
         mine = Future[None]()
         with self._lock:
             known = own.ranges.setdefault(number, mine)
@@ -355,7 +337,7 @@ class BucketFiles(FileSystem):
             mine.set_exception(error)
             raise
 
-    def complete(self) -> Iterator[SegmentInfo]:
+    def complete(self) -> Iterator[FetchedObject]:
         """Fetch the rest of objects that nobody reads; yields those whole then, to be `end`ed.
 
         What fails, or is damaged, is dropped, and fetched anew when it is read again. It is not
@@ -378,38 +360,37 @@ class BucketFiles(FileSystem):
                 own.whole = segment.info.describes_same(own.info)
             except (OSError, PrefixUnreadable) as error:
                 logger.warning("%s is not kept on the drive: %s", own.name, error)
-            own.ended = own.ended or not own.whole
-            self.close(own.descriptor)
             if own.whole:
-                yield own.info
+                yield own
+            else:
+                self.end(own)
+            self.close(own.descriptor)
 
-    def end(self, info: SegmentInfo, keep: Callable[[Path], None] | None = None) -> None:
-        """Forget an object that is whole; `keep` moves its file, which is removed otherwise."""
-        own = self._of_path[_path_of(info)]
+    def end(self, own: FetchedObject, keep: Callable[[Path], None] | None = None) -> None:
+        """Let an object be opened no more; `keep` moves its file, which is removed otherwise. Who
+        reads it goes on."""
         try:
             if keep is not None:
                 keep(own.local)
         finally:
-            with self._lock:
+            with self._lock, contextlib.suppress(OSError):
                 own.ended = True
-                self._forget_ended(own)
+                self._of_path.pop(_path_of(own.info), None)
+                self._close_ended(own)
+                self._files.unlink(own.local)
 
     def forget(self) -> None:
         """Remove the files of all objects; who still waits for one keeps its descriptor, which must
         not become another file's."""
-        with self._lock:
-            for own in list(self._of_path.values()):
-                own.ended = own.descriptor >= 0
-                with contextlib.suppress(OSError):
-                    self._files.unlink(own.local)
-                self._forget_ended(own)
+        for own in list(self._of_path.values()):
+            self.end(own)
 
-    def _forget_ended(self, own: _Object) -> None:
-        if own.ended and not own.users and self._of_path.get(own.path) is own:
-            del self._of_path[own.path], self._of_descriptor[own.descriptor]
+    def _close_ended(self, own: FetchedObject) -> None:
+        if own.ended and not own.users and own.descriptor >= 0:
+            del self._of_descriptor[own.descriptor]
             with contextlib.suppress(OSError):
                 self._files.close(own.descriptor)
-                self._files.unlink(own.local)
+            own.descriptor = -1
 
 
 def read_begun(bucket: Bucket, name: str, size: int) -> tuple[SegmentInfo, dict[str, str]]:

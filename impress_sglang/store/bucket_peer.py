@@ -30,7 +30,13 @@ from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.errors import ConfigError, PrefixUnreadable, StoreUnavailable
 from impress_sglang.storage.directory import StoreDirectory, segment_files
 from impress_sglang.storage.segment import OpenSegment, SegmentInfo
-from impress_sglang.store.bucket import Bucket, BucketFiles, ObjectMeta, read_begun
+from impress_sglang.store.bucket import (
+    Bucket,
+    BucketFiles,
+    FetchedObject,
+    ObjectMeta,
+    read_begun,
+)
 from impress_sglang.store.eviction_order import LEAST
 from impress_sglang.store.journal import ORDER_SECONDS
 from impress_sglang.store.peers import News
@@ -92,8 +98,8 @@ class BucketPeer:
         self._orders: collections.deque[Mapping[str, Any]] = collections.deque()
         # Segments of an earlier process.
         self._left: collections.deque[StoredSegment] = collections.deque()
-        self.whole: collections.deque[SegmentInfo] = collections.deque()
-        """Segments of the bucket that have become whole local files, which must be ended."""
+        self.whole: collections.deque[FetchedObject] = collections.deque()
+        """Objects that have become whole local files, which must be ended."""
         # Segments of ours that are what an object is, or would be, what they build on, and age.
         self._own: dict[str, tuple[SegmentInfo, str, float]] = {}
         self.sent = self.sent_bytes = 0

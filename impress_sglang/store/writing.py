@@ -389,12 +389,12 @@ class SegmentWrites:
         if not bucket.whole:
             return
         whole = bucket.whole.popleft()
-        bucket.files.leave(whole)
-        segment, victims = self._far(whole), None
+        whole.leaves, info = True, whole.info
+        segment, victims = self._far(info), None
         if segment is not None and self.are_taken:
-            file = segment.apart(file_bytes=whole.layout().file_bytes)
-            own = whole.namespace, segment.prompt()
-            keep = self._tree.match(*own, least=whole.quality, only_ready=False)
+            file = segment.apart(file_bytes=whole.size)
+            own = info.namespace, segment.prompt()
+            keep = self._tree.match(*own, least=info.quality, only_ready=False)
             victims = self._quota.make_room(file, keep)
         if victims is None:
             self._worker.submit(bucket.files.end, whole)
@@ -402,7 +402,7 @@ class SegmentWrites:
         self.discard(victims, Cause.EVICTED)
         self._quota.adopting_bytes = file.file_bytes
         adopt = functools.partial(self._worker.adopt, file)
-        self._moving = whole, self._worker.submit(bucket.files.end, whole, adopt)
+        self._moving = info, self._worker.submit(bucket.files.end, whole, adopt)
 
     def _far(self, info: SegmentInfo) -> StoredSegment | None:
         """A segment of the tree that only the bucket has, if it can be read."""

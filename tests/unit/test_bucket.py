@@ -91,7 +91,6 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Faults:
     monkeypatch.setattr(peer_module, "_LOOK_SHARE", 1.0)
     monkeypatch.setattr(bucket_module, "IDLE_SECONDS", 0.02)
     monkeypatch.setattr(places_module, "_AGAIN_SECONDS", 0.01)
-    monkeypatch.setattr(bucket_module, "FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(store_module, "REST_SECONDS", 0.05)
     return faults
 
