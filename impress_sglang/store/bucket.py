@@ -76,7 +76,7 @@ class Bucket:
         self._exists = importlib.import_module("obstore.exceptions").AlreadyExistsError
         self._store, self._patient, self.url = store, patient, url
         self._failed_at = 0.0
-        self.requests = self.failures = 0
+        self.failures = 0
 
     @property
     def answers(self) -> bool:
@@ -149,7 +149,6 @@ class Bucket:
 
     @contextlib.contextmanager
     def _asking(self, *, reading: bool = False) -> Iterator[None]:
-        self.requests += 1
         failure: Exception | None = None
         try:
             yield

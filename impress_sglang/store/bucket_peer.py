@@ -102,7 +102,7 @@ class BucketPeer:
         """Objects that have become whole local files, which must be ended."""
         # Segments of ours that are what an object is, or would be, what they build on, and age.
         self._own: dict[str, tuple[SegmentInfo, str, float]] = {}
-        self.sent = self.sent_bytes = 0
+        self.sent = 0
         self._stop, self._looked = threading.Event(), threading.Event()
         names = "impress-s3", "impress-s3-send", "impress-s3-keep"
         self._looker, self._sender, self._keeper = map(BackgroundThread, names)
@@ -242,7 +242,6 @@ class BucketPeer:
             try:
                 if self._bucket.put(name, content, attributes):
                     self.sent += 1
-                    self.sent_bytes += len(content)
                 return
             except OSError as error:
                 if self._bucket.answers and attempt >= _MOST_ATTEMPTS:
@@ -393,16 +392,13 @@ class BucketPeer:
     def summary(self) -> dict[str, Any]:
         """Sizes and counters for the statistics page."""
         return {
-            "url": self._bucket.url,
             "state": "ok" if self._bucket.answers else "degraded",
             "objects": len(self._listed),
             "bytes": self._listed_bytes,
             "quota_bytes": self._most_bytes,
             "sent": self.sent,
-            "sent_bytes": self.sent_bytes,
             "fetched_bytes": self.files.fetched_bytes,
             "fetching_bytes": self.files.open_bytes,
-            "requests": self._bucket.requests,
             "failures": self._bucket.failures,
         }
 

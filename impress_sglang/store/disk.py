@@ -225,19 +225,24 @@ def recover(directory: StoreDirectory, worker: DiskWorker) -> tuple[list[StoredS
             logger.info("removing unfinished %s", path)
             files.unlink(Path(path))
             continue
-        row = known.pop(segment_id, None)
+        row, size = known.pop(segment_id, None), 0
         try:
-            segment = _segment(files, segment_id, path, row)
+            status = files.stat(path)
+            size = status.st_size
+            segment = row or _of_header(files, segment_id, Path(path))
+            if size != segment.file_bytes:
+                raise SegmentUnreadable(segment_id, "has the wrong size")
             if segment.info.identity != directory.identity:
                 raise SegmentUnreadable(segment_id, "belongs to another model")
+            segment.written = status.st_mtime
         except SegmentUnreadable as error:
             if worker.condemn(error) is Verdict.UNCLEAR:
-                worker.unused_bytes += _size_of(files, path)
+                worker.unused_bytes += size
             continue
         except (OSError, StoreUnavailable) as error:
             if row is None:
                 unread += 1
-                worker.unused_bytes += _size_of(files, path)
+                worker.unused_bytes += size
                 logger.warning("%s stays where it is, unused: %s", path, error)
                 continue
             # A segment that the index knows is verified when it is opened. Its age is not known, so
@@ -255,26 +260,11 @@ def recover(directory: StoreDirectory, worker: DiskWorker) -> tuple[list[StoredS
     return found, unread
 
 
-def _segment(
-    files: FileSystem, segment_id: str, path: str, row: StoredSegment | None
-) -> StoredSegment:
-    """The segment of a file, of which the header says what it is if no row does."""
-    if row is None:
-        info = read_header(Path(path), files).info
-        if info.segment_id != segment_id:
-            raise SegmentUnreadable(segment_id, f"is a copy of segment {info.segment_id}")
-        row = StoredSegment(info, info.layout().file_bytes)
-    status = files.stat(path)
-    if status.st_size != row.file_bytes:
-        raise SegmentUnreadable(segment_id, "has the wrong size")
-    row.written = status.st_mtime
-    return row
-
-
-def _size_of(files: FileSystem, path: str) -> int:
-    with contextlib.suppress(OSError):
-        return files.stat(path).st_size
-    return 0
+def _of_header(files: FileSystem, segment_id: str, path: Path) -> StoredSegment:
+    info = read_header(path, files).info
+    if info.segment_id != segment_id:
+        raise SegmentUnreadable(segment_id, f"is a copy of segment {info.segment_id}")
+    return StoredSegment(info, info.layout().file_bytes)
 
 
 def recover_tree(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
@@ -71,11 +72,11 @@ class Purge:
             older_than: remove only what was written so many seconds ago or earlier, and no pins.
         """
         assert tokens is None or (namespace is not None and len(tokens))
-        self._namespace, self._tokens = namespace, tokens
-        self._before = None if older_than is None else time.time() - older_than
-        # Segments of the time before that are still to be removed.
-        self._old: collections.deque[StoredSegment] | None = None
-        self._begun, self._unpins = False, older_than is None
+        self._place, self._unpins = (namespace, tokens), older_than is None
+        self._before = math.inf if older_than is None else time.time() - older_than
+        # If this is a time: segments of before it that are still to be removed.
+        self._old = collections.deque[StoredSegment]()
+        self._begun = False
         self.left = True
         """Whether another step is needed."""
 
@@ -101,12 +102,12 @@ class Purge:
         # Segments published since the last poll have other names, or are not known to be there.
         store.poll()
         if not self._begun:
-            now, tokens = time.time(), self._tokens
+            now, (namespace, tokens) = time.time(), self._place
             order = {
                 "at": now,
-                "before": now if self._before is None else self._before,
+                "before": min(self._before, now),
                 "unpins": self._unpins,
-                "namespace": self._namespace,
+                "namespace": namespace,
                 "tokens": None if tokens is None else encoded(tokens),
             }
             store.tell(order)
@@ -115,30 +116,28 @@ class Purge:
     def obey(self, store: Any, most: int = MOST_SEGMENTS) -> Purged:
         """Take a step that other servers are not told of, within a poll."""
         first, self._begun = not self._begun, True
-        tree, place = store.tree, (self._namespace, self._tokens)
-        before = time.time() if self._before is None else self._before
+        tree, place, before, old = store.tree, self._place, self._before, self._old
         writes, unpinned = list[StoredSegment](), 0
         if first:
             if self._unpins:
                 unpinned = store.pins.unpin(*place, before)
-            store.places.refuse_unplaced(*place, before)
-            if self._before is not None:
-                below = tree.below(*place)
-                self._old = collections.deque(own for own in below if own.written <= before)
+            store.places.refuse_unplaced(*place, min(before, time.time()))
+            if before < math.inf:
+                old += (own for own in tree.below(*place) if own.written <= before)
         # Those of the step before are not there any more.
-        old = self._old
-        found = tree.below(*place) if old is None else (old.popleft() for _ in range(len(old)))
+        found = (old.popleft() for _ in range(len(old)))
+        if before == math.inf:
+            found = tree.below(*place)
         there = (own for own in found if own.on_disk and tree.get(own.segment_id) is own)
         going, more = list(itertools.islice(there, most)), next(there, None)
         self.left = more is not None
-        if old is not None and more is not None:
+        if more is not None and before < math.inf:
             old.appendleft(more)
         if self._unpins and (first or not self.left):
             # All in the first step, as they read what is to be freed; newer ones in the last. An
             # order may be heard again: what is newer than it stays.
-            told = self._before is not None
-            now = [own for own in store.writes if not told or own.written <= before]
-            writes = [own for own in now if is_in(own, tree, *place)]
+            earlier = (own for own in store.writes if own.written <= before)
+            writes = [own for own in earlier if is_in(own, tree, *place)]
         # Dependents first.
         going.sort(key=lambda own: -own.info.prefix_len)
         given_up = store.writes.discard([*writes, *going], Cause.PURGED)
