@@ -18,7 +18,7 @@ from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.placement import Access, Tier
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.sources import OpenSpan, PartOfRead, StoredSource
-from impress_sglang.transfer.wanted import Wanted, chunks_of
+from impress_sglang.transfer.wanted import Wanted
 
 
 class WantedRows(Wanted):
@@ -26,22 +26,21 @@ class WantedRows(Wanted):
 
     def __init__(self, layout: SegmentLayout, rows: Mapping[Column, Indices]) -> None:
         """`rows`: of each column, int64 [n], in any order."""
-        chunks = chunks_of(layout.columns)
         self._layout = layout
         self._offsets: dict[Column, Indices] = {}
         self._places: dict[Column, tuple[int, slice | Tensor, tuple[int, int, int]]] = {}
-        blocks: Flags = np.zeros(layout.columns_bytes // BLOCK_BYTES, np.bool_)
+        blocks: Flags = np.zeros(layout.columns.num_bytes // BLOCK_BYTES, np.bool_)
         counts = np.zeros((len(layout.columns), layout.num_chunks), np.int64)
         for column, own in rows.items():
             pages, size = layout.columns[column], layout.columns[column].group_bytes
             number, inside = np.divmod(own, layout.chunk_tokens)
-            offsets = layout.column_starts[column] + number * pages.page_bytes + inside * size
+            offsets = layout.columns.starts[column] + number * pages.page_bytes + inside * size
             self._offsets[column] = offsets
             for step in {*range(0, size, BLOCK_BYTES), size - 1}:
                 blocks[(offsets + step) // BLOCK_BYTES] = True
             counts[column] = np.bincount(number, minlength=layout.num_chunks)
         numbers = np.flatnonzero(counts)
-        super().__init__(chunks, numbers, counts.reshape(-1)[numbers], blocks)
+        super().__init__(layout.columns.chunks, numbers, counts.reshape(-1)[numbers], blocks)
         self.taken = blocks[self.all_blocks]
 
     def rows_in(self, blocks: Tensor, column: Column) -> Tensor:
@@ -57,8 +56,9 @@ class WantedRows(Wanted):
         if column not in self._places:
             shape, offsets = self._layout.shape, self._offsets[column]
             # Rows begin at multiples of this, also where one does not divide a block.
-            unit = math.gcd(shape.row_bytes(column), BLOCK_BYTES)
-            count = shape.row_bytes(column) // unit
+            size = self._layout.columns[column].group_bytes
+            unit = math.gcd(size, BLOCK_BYTES)
+            count = size // unit
             rank = np.cumsum(self.blocks) - 1
             first = (rank[offsets // BLOCK_BYTES] * BLOCK_BYTES + offsets % BLOCK_BYTES) // unit
             places: slice | Tensor
@@ -66,7 +66,7 @@ class WantedRows(Wanted):
                 places = slice(int(first[0]), int(first[0]) + len(first) * count)
             else:
                 places = torch.from_numpy((first[:, None] + np.arange(count)).reshape(-1))
-            rows = len(first), len(shape.heads(column)), shape.head_dim(column)
+            rows = len(first), len(shape.heads[column]), shape.head_dim(column)
             self._places[column] = unit // shape.dtype.itemsize, places, rows
         return self._places[column]
 
@@ -179,7 +179,7 @@ class PartSource(StoredSource):
         if len(wanted) == len(columns) == 1:
             (own,) = wanted.values()
             return own.rows_in(blocks[0], columns[0])
-        heads = [len(shape.heads(column)) for column in columns]
+        heads = [len(shape.heads[column]) for column in columns]
         found = torch.empty(
             k, sum(heads), shape.head_dim(columns[0]), dtype=shape.dtype, device=device
         )

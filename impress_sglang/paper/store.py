@@ -29,7 +29,6 @@ from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.threads import BackgroundThread, compute_alone
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.sources import StoredSource
-from impress_sglang.transfer.wanted import chunks_of
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +101,7 @@ class PartStore(PrefixStore):
         for span in spans:
             info = span.segment.info
             layout = info.geometry
-            chunks = chunks_of(layout.columns)
+            chunks = layout.columns.chunks
             tiers = self.segments.tiers(info, codes=False).reshape(shape.num_layers, -1)
             rows = np.maximum(1, BLOCK_BYTES // np.maximum(chunks.row_bytes, 1))
             wanted = np.full(len(rows), retention)
@@ -110,7 +109,7 @@ class PartStore(PrefixStore):
                 wanted = 1.0 - (1.0 - wanted) ** rows
             certain = (PROBE,) if shape.probe_kv_heads else shape.key_columns
             for column in certain:
-                first = layout.chunk_index(0, column, 0)
+                first = column * layout.num_chunks
                 wanted[first : first + layout.num_chunks] = 1.0
             blocks = (tiers == Tier.SSD).sum(0) @ (chunks.count * wanted)
             found += len(span) / layout.num_tokens * float(blocks) * BLOCK_BYTES
@@ -223,7 +222,7 @@ class PartStore(PrefixStore):
             written_ns = directory.files.stat(directory.segment_path(old.segment_id)).st_mtime_ns
         except FileNotFoundError:
             raise WriteAbandoned("its file is gone") from None
-        memory = AlignedMemory(old.layout.columns_bytes)
+        memory = AlignedMemory(old.layout.columns.num_bytes)
 
         def is_wanted() -> bool:
             return rewrite.stored.state is not SegmentState.LOST
@@ -295,7 +294,7 @@ def _decode_layer(
     for column, (pages, part) in enumerate(zip(layout.columns, parts, strict=True)):
         if pages.group_bytes:
             target = values if column in shape.value_columns else keys
-            heads = list(shape.heads(column))
+            heads = list(shape.heads[column])
             rows = pages.groups_in(part)[: layout.num_tokens].view(shape.dtype)
             if mapping is not None and column != PROBE:
                 head_group = mapping[shape.head_group_of(column)].astype(np.int64)

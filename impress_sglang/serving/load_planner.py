@@ -171,7 +171,7 @@ class LoadPlanner:
         if self._windows is not None:
             # Of layers with windows only the last tokens are read.
             size = functools.partial(spans[0].segment.info.geometry.num_bytes, codes=not own.exact)
-            share = size(slice(self._windows.first, None)) / size(slice(None))
+            share = size(slice(self._windows.first, None)) / size()
             num_bytes *= 1.0 - share * max(1.0 - self._windows.window / count, 0.0)
         num_bytes += segments.bytes_to_read(state, codes=False)
         work = RequestLengths(start, count, total - start - count)

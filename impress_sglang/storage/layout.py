@@ -2,7 +2,7 @@
 
 Per layer a segment has columns, each cut into chunks of `chunk_tokens` rows (a row is a token): a
 probe column, and the keys and values of each head group. Behind these come all keys and values of
-the layer again in a few bits, in pages (`codes.pages.Pages`) of groups, or with a basis of rows:
+the layer again in a few bits, in pages (`Pages`) of groups, or with a basis of rows:
 
     header | layer 0: probe, keys of group 0, 1, ..., values of group 0, 1, ..., codes | layer 1 ...
 
@@ -19,14 +19,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from impress_sglang.codes.groups.codec import GROUP_TOKENS, GroupLayout
-from impress_sglang.codes.pages import Pages, page_groups_for
+from impress_sglang.loops.types import Indices
 
 BLOCK_BYTES = 4096
 
@@ -138,17 +139,16 @@ class KVShape:
         assert column != PROBE
         return (column - 1) % self.num_head_groups
 
-    def heads(self, column: Column) -> tuple[int, ...]:
-        """KV heads that a column holds, in storage order."""
-        return self._heads[column]
+    @functools.cached_property
+    def heads(self) -> tuple[tuple[int, ...], ...]:
+        """KV heads that each column holds, in storage order."""
+        if not self.probe_kv_heads:
+            return ((), *self.head_groups, *self.head_groups)
+        return (self.probe_kv_heads, self.other_kv_heads, *self.head_groups)
 
     def head_dim(self, column: Column) -> int:
         """Elements of one head's vector in a column."""
         return self.value_dim if column in self.value_columns else self.key_dim
-
-    def row_bytes(self, column: Column) -> int:
-        """Bytes of one row in a column."""
-        return len(self._heads[column]) * self.head_dim(column) * self.dtype.itemsize
 
     @property
     def token_bytes(self) -> int:
@@ -178,11 +178,148 @@ class KVShape:
         """The shape as JSON-compatible values."""
         return {**dataclasses.asdict(self), "dtype": str(self.dtype).removeprefix("torch.")}
 
+
+class Pages(NamedTuple):
+    """A part of a layer: groups of equal size, of a number of tokens each, in pages that begin at a
+    block. The groups of a page stand one after another; the last page has the remaining ones.
+    """
+
+    num_tokens: int
+    group_tokens: int
+    group_bytes: int
+    page_groups: int
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups, the last of which may have fewer tokens."""
+        return -(-self.num_tokens // self.group_tokens)
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page."""
+        return self.page_groups * self.group_tokens
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page; the last one may be shorter."""
+        return round_up(self.page_groups * self.group_bytes, BLOCK_BYTES)
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages."""
+        return -(-self.num_groups // self.page_groups)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pages."""
+        return self.page_offset(self.num_pages)
+
+    def page_offset(self, page: int) -> int:
+        """Byte where a page begins, or where the last one ends."""
+        whole = min(page, self.num_pages - 1)
+        rest = (self.num_groups - whole * self.page_groups) * self.group_bytes * (page > whole)
+        return whole * self.page_bytes + round_up(rest, BLOCK_BYTES)
+
+    def group_offset(self, group: int) -> int:
+        """Byte where a group begins."""
+        page, place = divmod(group, self.page_groups)
+        return page * self.page_bytes + place * self.group_bytes
+
+    def put_groups(self, groups: Tensor, memory: Tensor) -> None:
+        """Write all groups, uint8 [groups, group_bytes], into uint8 [num_bytes], with zeros."""
+        if groups.numel() < len(memory):
+            memory.zero_()
+        count = self.num_pages - 1
+        pages, rest = groups.tensor_split([count * self.page_groups])
+        whole = self._whole(memory, count)
+        # Torch takes longer to copy bytes.
+        whole.numpy()[:] = pages.reshape(whole.shape).numpy()
+        memory[count * self.page_bytes :][: rest.numel()] = rest.reshape(-1)
+
+    def groups_in(self, memory: Tensor) -> Tensor:
+        """The groups, uint8 [n, group_bytes], of some pages, of which the last may be shorter.
+
+        Padding of a page that is shorter may look like groups behind the last one.
+        """
+        size = self.page_groups * self.group_bytes
+        if size == self.page_bytes:
+            joined = memory[: len(memory) // self.group_bytes * self.group_bytes]
+        else:
+            count, rest = divmod(len(memory), self.page_bytes)
+            more = min(size, rest // self.group_bytes * self.group_bytes)
+            joined = memory.new_empty(count * size + more)
+            joined[: count * size].view(count, size).copy_(self._whole(memory, count))
+            joined[count * size :] = memory[len(memory) - rest :][:more]
+        return joined.view(-1, self.group_bytes)
+
+    def _whole(self, memory: Tensor, count: int) -> Tensor:
+        """The groups of the first pages of some memory, uint8 [count, bytes]."""
+        pages = memory[: count * self.page_bytes].view(count, self.page_bytes)
+        return pages[:, : self.page_groups * self.group_bytes]
+
+
+@functools.lru_cache(maxsize=16)
+def page_groups_for(sizes: Sequence[int], *, grain: int, most: int, padding: float) -> int:
+    """Groups of a page: the fewest, a multiple of `grain`, that leave little padding.
+
+    `sizes` are bytes of a group in each layer; pages of all have as many. At most the share
+    `padding` of whole pages is padding, unless that takes more than `most`.
+    """
+    for count in range(grain, most, grain):
+        pages = sum(round_up(count * own, BLOCK_BYTES) for own in sizes)
+        if pages - count * sum(sizes) <= padding * pages:
+            return count
+    return most
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunks:
+    """The chunks of some parts of a layer, in the order on disk, int64 [chunks] each.
+
+    `first` is the block where each begins, counted from that of the first one, `count` its blocks,
+    `rows` its groups, which in columns are rows, and `row_bytes` the bytes of one.
+    """
+
+    first: Indices
+    count: Indices
+    rows: Indices
+    row_bytes: Indices
+
+
+class Parts(tuple[Pages, ...]):
+    """Parts of a layer that stand one after another: its columns, its codes, or rows. Their pages
+    are chunks: what is cached and counted."""
+
     @functools.cached_property
-    def _heads(self) -> tuple[tuple[int, ...], ...]:
-        if not self.probe_kv_heads:
-            return ((), *self.head_groups, *self.head_groups)
-        return (self.probe_kv_heads, self.other_kv_heads, *self.head_groups)
+    def starts(self) -> tuple[int, ...]:
+        """Where each part begins, and where the last one ends, in bytes."""
+        return tuple(itertools.accumulate((own.num_bytes for own in self), initial=0))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all parts."""
+        return self.starts[-1]
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks."""
+        return sum(own.num_pages for own in self)
+
+    @functools.cached_property
+    def chunks(self) -> Chunks:
+        """The chunks of all parts."""
+        pages, numbers = [own.num_pages for own in self], [np.arange(own.num_pages) for own in self]
+        page_groups, groups, group_bytes = (
+            np.repeat([getattr(own, name) for own in self], pages)
+            for name in ("page_groups", "num_groups", "group_bytes")
+        )
+        rows = np.minimum(page_groups, groups - np.concatenate(numbers) * page_groups)
+        count = -(-rows * group_bytes // BLOCK_BYTES)
+        return Chunks(np.cumsum(count) - count, count, rows, group_bytes)
+
+
+# What it computes is kept with it.
+_parts = functools.lru_cache(maxsize=512)(Parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,15 +335,17 @@ class SegmentLayout:
         assert self.num_tokens > 0
         assert self.header_bytes % BLOCK_BYTES == 0
 
-    @functools.cached_property
+    @property
     def num_chunks(self) -> int:
         """Chunks of one column of one layer."""
-        return -(-self.num_tokens // self.chunk_tokens)
+        return self.rows.num_pages
 
     @functools.cached_property
-    def columns(self) -> tuple[Pages, ...]:
+    def columns(self) -> Parts:
         """The columns of each layer: a page is a chunk, and a group a row."""
-        return tuple(map(self._chunks, map(self.shape.row_bytes, self.shape.columns)))
+        shape = self.shape
+        dims = (len(own) * shape.head_dim(column) for column, own in enumerate(shape.heads))
+        return _parts(tuple(self._chunks(dim * shape.dtype.itemsize) for dim in dims))
 
     @functools.cached_property
     def rows(self) -> Pages:
@@ -214,31 +353,34 @@ class SegmentLayout:
         return self._chunks(self.shape.token_bytes)
 
     def _chunks(self, row_bytes: int) -> Pages:
-        return Pages(self.num_tokens, 1, row_bytes, self.chunk_tokens, BLOCK_BYTES)
-
-    @functools.cached_property
-    def column_starts(self) -> tuple[int, ...]:
-        """Where each column begins in its layer, and where the last one ends, in bytes."""
-        return tuple(itertools.accumulate((own.num_bytes for own in self.columns), initial=0))
-
-    @property
-    def columns_bytes(self) -> int:
-        """Bytes of all columns of a layer that has some."""
-        return self.column_starts[-1]
+        return Pages(self.num_tokens, 1, row_bytes, self.chunk_tokens)
 
     @functools.cached_property
     def codes(self) -> tuple[Pages, ...]:
         """Pages of the codes of each layer that has some, with as many tokens in each page."""
-        shape = self.shape
-        if not shape.coded:
-            return ()
-        tokens, sizes = 1 if shape.basis else GROUP_TOKENS, shape.code_bytes
+        shape, sizes = self.shape, self.shape.code_bytes
         if shape.basis:
-            count = page_groups_for(sizes, BLOCK_BYTES, grain=64, most=1024, padding=1 / 64)
+            count = page_groups_for(sizes, grain=64, most=1024, padding=1 / 64)
         else:
-            count = page_groups_for(sizes[:1], BLOCK_BYTES, grain=1, most=8, padding=1 / 128)
-        pages = {own: Pages(self.num_tokens, tokens, own, count, BLOCK_BYTES) for own in set(sizes)}
+            count = page_groups_for(sizes[:1], grain=1, most=8, padding=1 / 128)
+        tokens = 1 if shape.basis else GROUP_TOKENS
+        pages = {own: Pages(self.num_tokens, tokens, own, count) for own in set(sizes)}
         return tuple(pages[own] for own in sizes)
+
+    @functools.cached_property
+    def _kinds(self) -> tuple[tuple[Parts, ...], tuple[Parts, ...]]:
+        """Of each layer its columns, and of each its codes; in raw layers both are its rows."""
+        first, raw = self.shape.first_raw, (_parts((self.rows,)),) * self.shape.raw_layers
+        codes = [_parts((own,)) for own in self.codes] or [_parts(())] * first
+        return ((self.columns,) * first + raw, (*codes, *raw))
+
+    @functools.cached_property
+    def _layer_starts(self) -> tuple[int, ...]:
+        """Where each layer begins, counted from the end of the header, and where the last ends."""
+        first, (columns, codes) = self.shape.first_raw, self._kinds
+        sizes = [own.num_bytes for own in columns]
+        sizes[:first] = (a + b.num_bytes for a, b in zip(sizes, codes[:first], strict=False))
+        return tuple(itertools.accumulate(sizes, initial=0))
 
     def layer_bytes(self, layer: int) -> int:
         """Bytes of a layer: its columns and its codes, or its rows."""
@@ -249,21 +391,6 @@ class SegmentLayout:
         """Bytes of the largest layer."""
         return max(map(self.layer_bytes, range(self.shape.num_layers)))
 
-    @functools.cached_property
-    def _layer_starts(self) -> tuple[int, ...]:
-        """Where each layer begins, counted from the end of the header, and where the last ends."""
-        columns, codes = self._sizes
-        first = self.shape.first_raw
-        sizes = [*map(sum, zip(columns[:first], codes[:first], strict=True)), *columns[first:]]
-        return tuple(itertools.accumulate(sizes, initial=0))
-
-    @functools.cached_property
-    def _sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Bytes of the columns of each layer, and of its codes; of raw layers of their rows."""
-        raw = (self.rows.num_bytes,) * self.shape.raw_layers
-        codes = tuple(own.num_bytes for own in self.codes) or (0,) * self.shape.first_raw
-        return (self.columns_bytes,) * self.shape.first_raw + raw, codes + raw
-
     @property
     def file_bytes(self) -> int:
         """Size of the segment file."""
@@ -273,45 +400,32 @@ class SegmentLayout:
         """Offset of a layer in the file."""
         return self.header_bytes + self._layer_starts[layer]
 
-    def parts(self, layer: int, *, codes: bool) -> tuple[Pages, ...]:
+    def parts(self, layer: int, *, codes: bool) -> Parts:
         """The columns of a layer, or its codes; if it is raw, its rows in both cases."""
-        if layer >= self.shape.first_raw:
-            return (self.rows,)
-        return self.codes[layer : layer + 1] if codes else self.columns
+        return self._kinds[codes][layer]
 
     def place(self, layer: int, *, codes: bool) -> tuple[int, int]:
         """Where the parts of a layer begin in the file, and their bytes."""
-        size = self._sizes[codes][layer]
+        size = self._kinds[codes][layer].num_bytes
         # Codes come last.
         return self.layer_offset(layer) + (self.layer_bytes(layer) - size) * codes, size
 
-    def num_bytes(self, layers: slice, *, codes: bool) -> int:
+    def num_bytes(self, layers: slice = slice(None), *, codes: bool) -> int:
         """Bytes of the parts of some layers."""
-        return sum(self._sizes[codes][layers])
+        return sum(own.num_bytes for own in self._kinds[codes][layers])
 
     def most_bytes(self, *, codes: bool) -> int:
         """Bytes of the parts of the largest layer."""
-        return max(self._sizes[codes])
+        return max(own.num_bytes for own in self._kinds[codes])
 
-    def first_chunk(self, layer: int, *, codes: bool) -> int:
-        """Number of the first chunk of a layer among all chunks of its kind of parts."""
-        raw = max(layer - self.shape.first_raw, 0)
-        count = self.codes[0].num_pages if codes else self.layer_chunks
-        return (layer - raw) * count + raw * self.rows.num_pages
-
-    def chunk_index(self, layer: int, column: Column, chunk: int) -> int:
-        """Position of a chunk among all chunks of the segment."""
-        return layer * self.layer_chunks + column * self.num_chunks + chunk
-
-    @property
-    def layer_chunks(self) -> int:
-        """Chunks of all columns of one layer."""
-        return len(self.shape.columns) * self.num_chunks
-
-    @property
-    def total_chunks(self) -> int:
-        """Chunks of all columns of all layers."""
-        return self.shape.num_layers * self.layer_chunks
+    @functools.cached_property
+    def first_chunks(self) -> tuple[tuple[int, ...], ...]:
+        """Of columns and of codes: the number of the first chunk of each layer among all of the
+        kind, and how many there are."""
+        return tuple(
+            tuple(itertools.accumulate((own.num_chunks for own in kind), initial=0))
+            for kind in self._kinds
+        )
 
     @property
     def num_blocks(self) -> int:

@@ -139,16 +139,16 @@ def _encode_layer(
     if layer >= shape.first_raw:
         layout.rows.put_groups(shape.rows_of(keys, values), flat)
         return
-    parts = flat[: layout.columns_bytes].split([own.num_bytes for own in layout.columns])
+    parts = flat[: layout.columns.num_bytes].split([own.num_bytes for own in layout.columns])
     for column, (pages, part) in enumerate(zip(layout.columns, parts, strict=True)):
         if pages.group_bytes:
             rows = values if column in shape.value_columns else keys
             if mapping is not None and column != PROBE:
                 rows = rows[torch.from_numpy(np.argsort(mapping[shape.head_group_of(column)]))]
-            heads = shape.heads(column)
+            heads = shape.heads[column]
             # Of one head it is a view, and copied in half the time.
             rows = rows[:, heads[0]] if len(heads) == 1 else rows[:, list(heads)]
             rows = rows.contiguous().view(torch.uint8)
             pages.put_groups(rows.view(layout.num_tokens, pages.group_bytes), part)
     if groups is not None:
-        layout.codes[layer].put_groups(groups, flat[layout.columns_bytes :])
+        layout.codes[layer].put_groups(groups, flat[layout.columns.num_bytes :])

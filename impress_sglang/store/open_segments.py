@@ -116,24 +116,24 @@ class OpenSegments:
     def _expect(
         self, first: int, info: SegmentInfo, ranges: Sequence[AwaitedRange], *, codes: bool
     ) -> None:
-        layout, layers = info.geometry, np.arange(self._shape.first_raw)
+        layout, first_raw = info.geometry, self._shape.first_raw
+        # Of each layer.
+        starts = first + np.array(layout.first_chunks[codes][:-1])
         if codes:
             pages = layout.codes[0]
             turns = turns_of(pages.num_pages, pages.page_tokens, ranges)
-            starts = first + pages.num_pages * layers
+            self._cache.expect(starts[:first_raw], turns)
         else:
-            if info.reordered and ranges:
-                # Which chunks have these tokens is known only from the file.
-                ranges = [(0, layout.num_tokens, ranges[-1][2])]
-            turns = turns_of(layout.num_chunks, layout.chunk_tokens, ranges)
-            columns = layout.layer_chunks * layers[:, None] + layout.num_chunks * self._certain
-            starts = first + columns.reshape(-1)
-        self._cache.expect(starts, turns)
+            # Which chunks of reordered tokens have these is known only from the file.
+            anywhere = info.reordered and ranges
+            own = [(0, layout.num_tokens, ranges[-1][2])] if anywhere else ranges
+            columns = starts[:first_raw, None] + layout.num_chunks * self._certain
+            turns = turns_of(layout.num_chunks, layout.chunk_tokens, own)
+            self._cache.expect(columns.reshape(-1), turns)
         if self._shape.raw_layers:
             pages = layout.rows
-            first += layout.first_chunk(self._shape.first_raw, codes=codes)
-            starts = first + pages.num_pages * np.arange(self._shape.raw_layers)
-            self._cache.expect(starts, turns_of(pages.num_pages, pages.page_tokens, ranges))
+            turns = turns_of(pages.num_pages, pages.page_tokens, ranges)
+            self._cache.expect(starts[first_raw:], turns)
 
     @locked
     def cached_bytes(self, segment_id: str) -> npt.NDArray[np.int64]:
@@ -166,7 +166,7 @@ class OpenSegments:
                 pages = chunk_pages(geometry, codes=codes)[on_ssd]
                 num_bytes = int(pages.sum(dtype=np.int64)) * BLOCK_BYTES
             else:
-                num_bytes = geometry.num_bytes(slice(None), codes=codes)
+                num_bytes = geometry.num_bytes(codes=codes)
             slower = 1.0
             if self._far_reader is not None and self._disk.is_far(segment):
                 slower = self._far_reader.cost.seconds_for(_SOME_BYTES)
@@ -268,7 +268,7 @@ class OpenSegments:
         """Let the reordered file of a segment take over: its chunks inherit what is known of those
         of the old one, by this name. `shares`: expected ones of wanted rows, float64 [chunks]."""
         if (old := self._ids.get(old_id, {}).get(False)) is not None:
-            ids = np.arange(segment.info.geometry.total_chunks)
+            ids = np.arange(segment.info.geometry.first_chunks[False][-1])
             first = self._first_id(segment, segment.info, codes=False)
             self._cache.placement.inherit(first + ids, old[0] + ids, shares)
         self.retire(old_id)

@@ -212,7 +212,7 @@ class StoredSource(abc.ABC):
     def _first_id(self, layer: int, number: int) -> int:
         """Id of the first chunk of a layer of the span with this number."""
         segment, _, first = self.spans[number]
-        return first + segment.layout.first_chunk(layer, codes=self.codes)
+        return first + segment.layout.first_chunks[self.codes][layer]
 
     def _fetch(self, layer: int, parts: Sequence[PartOfRead], *, last: bool) -> None:
         """Bring all blocks that must come from SSD into their buffers."""

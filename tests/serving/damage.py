@@ -55,4 +55,4 @@ def flip_value(path: Path) -> None:
     layout = read_header(path, FileSystem()).info.layout()
     column = layout.shape.value_columns[0]
     last = (layout.num_chunks - 1) * layout.columns[column].page_bytes
-    flip_bit(path, layout.layer_offset(1) + layout.column_starts[column] + last + 5, bit=4)
+    flip_bit(path, layout.layer_offset(1) + layout.columns.starts[column] + last + 5, bit=4)

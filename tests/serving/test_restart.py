@@ -31,7 +31,7 @@ def test_whole_prefix_policy_other_flags_and_new_weights(workdir: Path, serve: S
         assert said["path"] == "ssd" and said["layers_whole"] == 3
         assert said["used_tokens"] == 1000 and said["approximate"] is False
         layout = read_header(segment, FileSystem()).info.layout()
-        kv_bytes = layout.columns_bytes
+        kv_bytes = layout.columns.num_bytes
         assert said["ssd_bytes"] == 3 * kv_bytes, "an `as` hit reads each key and value once"
         assert paths([server.generate(question, 1)]) == ["device"]
     file, at = workdir / "prefixes", ["--dir", str(store)]

@@ -237,7 +237,7 @@ class Case:
         assert self.cache is not None
         self.close()
         for segment, _, base in self.spans:
-            self.cache.placement.detach(base, segment.layout.total_chunks)
+            self.cache.placement.detach(base, segment.layout.first_chunks[False][-1])
         self.cache.placement.check_integrity()
         again = [
             kv.open_span(path, self.cache, part.start, part.stop)

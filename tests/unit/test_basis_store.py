@@ -196,7 +196,7 @@ def test_codes_alone_take_the_bytes_of_rows(make: Make) -> None:
     desk.put(LONG)
     (path,) = desk.bench.root.rglob("*.kv")
     sizes = read_header(path, FileSystem()).info.layout()
-    assert sizes.columns_bytes == 0
+    assert sizes.columns.num_bytes == 0
     assert path.stat().st_size < 1.1 * sum(own.num_bytes for own in sizes.codes) + 3 * BLOCK_BYTES
 
 

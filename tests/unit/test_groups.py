@@ -26,11 +26,11 @@ from impress_sglang.codes.groups.codec import (
 )
 from impress_sglang.codes.groups.energy import QueryMeter, energy_of, no_queries
 from impress_sglang.codes.groups.slots import restore as restore_slots
-from impress_sglang.codes.pages import Pages
 from impress_sglang.errors import NotCodable
 from impress_sglang.loops import groups as loops
 from impress_sglang.options import BITS
 from impress_sglang.storage.directory import CODING
+from impress_sglang.storage.layout import Pages
 from impress_sglang.transfer import codecs
 from tests.unit.coded_factory import check_pool
 from tests.unit.kv_factory import make_shape
@@ -200,7 +200,7 @@ def test_a_layer_stands_on_disk_where_its_pages_say(num_tokens: int) -> None:
     kvs = [random_kv(num_tokens, 3, dim) for dim in (8, 8)]
     groups = encode_layer(GroupLayout(3, 8, 8, 6), *kvs)
     for count in (1, 3, 8):
-        pages = Pages(num_tokens, GROUP_TOKENS, groups.shape[1], count, 256)
+        pages = Pages(num_tokens, GROUP_TOKENS, groups.shape[1], count)
         memory = torch.full((pages.num_bytes,), 255, dtype=torch.uint8)
         pages.put_groups(groups, memory)
         rest = torch.ones_like(memory, dtype=torch.bool)
@@ -208,7 +208,7 @@ def test_a_layer_stands_on_disk_where_its_pages_say(num_tokens: int) -> None:
             at = pages.group_offset(group)
             assert torch.equal(memory[at : at + pages.group_bytes], content)
             rest[at : at + pages.group_bytes] = False
-        assert not memory[rest].any() and len(memory) - 256 < at + pages.group_bytes
+        assert not memory[rest].any() and len(memory) - 4096 < at + pages.group_bytes
         assert torch.equal(pages.groups_in(memory)[: len(groups)], groups)
 
 

@@ -275,13 +275,13 @@ def test_raw_layers_are_the_same_beside_codes(layout: SegmentLayout) -> None:
     """All keys and values of a token are one row; chunks are counted through all layers."""
     shape = layout.shape
     for codes in (False, True)[: 1 + shape.coded]:
-        numbers = [layout.first_chunk(layer, codes=codes) for layer in range(shape.num_layers)]
+        *numbers, total = layout.first_chunks[codes]
         parts = [layout.parts(layer, codes=codes) for layer in range(shape.num_layers)]
         counts = [sum(own.num_pages for own in both) for both in parts]
         assert numbers == [sum(counts[:layer]) for layer in range(shape.num_layers)]
-        assert len(chunk_pages(layout, codes=codes)) == sum(counts)
+        assert len(chunk_pages(layout, codes=codes)) == sum(counts) == total
         sizes = [sum(own.num_bytes for own in both) for both in parts]
-        assert layout.num_bytes(slice(None), codes=codes) == sum(sizes)
+        assert layout.num_bytes(codes=codes) == sum(sizes)
         assert layout.most_bytes(codes=codes) == max(sizes)
         for layer in range(shape.first_raw, shape.num_layers):
             (rows,) = parts[layer]
@@ -304,6 +304,6 @@ def test_sizes_of_a_known_model_with_codes() -> None:
     # 16 groups of 105,472 bytes; a page has 4 of them, which are 103 blocks.
     assert (codes.num_groups, codes.page_groups, codes.page_bytes) == (16, 4, 103 * BLOCK)
     assert codes.num_bytes == 4 * 103 * BLOCK
-    assert layout.columns_bytes == 1008 * BLOCK
+    assert layout.columns.num_bytes == 1008 * BLOCK
     assert layout.place(1, codes=True)[0] == BLOCK * (1 + 2 * 1008 + 412)
     assert layout.num_blocks == 32 * (1008 + 412)
