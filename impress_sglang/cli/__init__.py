@@ -15,6 +15,10 @@ EXIT_STATUS = {
 class Refused(Exception):
     """The command cannot be carried out as it was given; says why."""
 
+    status = REFUSED
+
 
 class Unreachable(Exception):
     """There is no server or store that can carry the command out."""
+
+    status = UNREACHABLE

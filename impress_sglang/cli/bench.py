@@ -55,7 +55,7 @@ def measure(
     salt = f"impress-bench-{random.randbytes(8).hex()}"
     ways = (_COMPUTED, _STORED, _POOL, _LOADED, _DECLINED, _MISSED)
     answers: _Answers = {way: [] for way in ways}
-    with _removing(server, parts, salt):
+    with _removing(server, salt):
         # A server's first request may be slow for other reasons, so it is not counted.
         _ask(server, parts[0], f"{salt}-first", store=False)
         for way, own_salt, store in (
@@ -157,7 +157,7 @@ def _way_of(report: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def _removing(server: Server, prefixes: Sequence[list[int]], salt: str) -> Iterator[None]:
+def _removing(server: Server, salt: str) -> Iterator[None]:
     """In the end, purge all that was sent, and say so; SIGTERM is such an end as well."""
     with contextlib.ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
@@ -166,15 +166,10 @@ def _removing(server: Server, prefixes: Sequence[list[int]], salt: str) -> Itera
         try:
             yield
         finally:
-            # SGLang's pool is asked for prefixes only.
-            salts = (salt, f"{salt}-computed", f"{salt}-first")
-            places: list[dict[str, Any]] = [
-                {"input_ids": prefix, "cache_salt": own} for own in salts for prefix in prefixes
-            ]
-            places.append({"cache_salt": salt})
             try:
-                count = sum(server.order("purge", place)["segments"] for place in places)
-                told = f"removed what was stored: {count} segments"
+                salts = (salt, f"{salt}-computed", f"{salt}-first")
+                gone = [server.order("purge", {"cache_salt": own})["segments"] for own in salts]
+                told = f"removed what was stored: {sum(gone)} segments"
             except (Refused, Unreachable) as error:
                 purge = f"impress purge --cache-salt {salt}"
                 told = f"what was stored stays for {LEFT_FOR_S} s ({error}): {purge}"

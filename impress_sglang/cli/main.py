@@ -15,8 +15,6 @@ from impress_sglang.cli import (
     DONE,
     EXIT_STATUS,
     INTERRUPTED,
-    REFUSED,
-    UNREACHABLE,
     Refused,
     Unreachable,
 )
@@ -189,18 +187,11 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Carry a command out; returns the exit status."""
     args = parser().parse_args(arguments)
-    status = DONE
     try:
         found = _carry_out(args)
-    except Refused as error:
-        failure, status = str(error), REFUSED
-    except Unreachable as error:
-        failure, status = str(error), UNREACHABLE
-    except KeyboardInterrupt:
-        failure, status = "interrupted", INTERRUPTED
-    if status != DONE:
-        print(f"impress: {failure}", file=sys.stderr)
-        return status
+    except (Refused, Unreachable, KeyboardInterrupt) as error:
+        print(f"impress: {str(error) or 'interrupted'}", file=sys.stderr)
+        return getattr(error, "status", INTERRUPTED)
     try:
         as_json = args.json or args.command == "hicache-config"
         print(json.dumps(found, indent=2) if as_json else _as_text(found))
@@ -212,17 +203,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _carry_out(args: argparse.Namespace) -> Any:
     # What imports torch is imported only for who needs it.
-    if args.command == "plan":
-        from impress_sglang.cli.plan import plan
+    match args.command:
+        case "plan":
+            from impress_sglang.cli.plan import plan
 
-        return plan(args)
-    if args.command == "hicache-config":
-        few = {} if args.bits is None else {"bits": args.bits}
-        return HICACHE | {"ssd_dir": str(args.ssd_dir.absolute()), "ssd_gb": args.ssd_gb} | few
-    if args.command == "calibrate":
-        from impress_sglang.cli.calibrate import calibrate
+            return plan(args)
+        case "calibrate":
+            from impress_sglang.cli.calibrate import calibrate
 
-        return calibrate(args.model, args.out, args.text, args.tokens, args.tp_size)
+            return calibrate(args.model, args.out, args.text, args.tokens, args.tp_size)
+        case "hicache-config":
+            few = {} if args.bits is None else {"bits": args.bits}
+            return HICACHE | {"ssd_dir": str(args.ssd_dir.absolute()), "ssd_gb": args.ssd_gb} | few
     if getattr(args, "dir", None) is not None:
         from impress_sglang.cli import directory, shipping
 
@@ -287,12 +279,10 @@ def _listed(overview: Mapping[str, Any]) -> list[dict[str, Any]]:
     count = (stats["store"] or {}).get("segments", 0)
     if count > len(found):
         print(f"impress: {len(found)} of {count:,} segments, used last", file=sys.stderr)
-    names = ("segment", "namespace", "from_token", "tokens")
+    names = "segment namespace from_token tokens ssd_bytes hits priority exact"
     return [
         {"store": stats["identity"]}
-        | {name: own[name] for name in names}
-        | {"bytes": own["ssd_bytes"], "hits": own["hits"]}
-        | {name: own[name] for name in ("priority", "exact")}
+        | {name.removeprefix("ssd_"): own[name] for name in names.split()}
         for own in found
     ]
 
