@@ -2,6 +2,13 @@
 
     <ssd dir>/hicache/<identity>/<pack>.pages
 
+    magic, pages (u64), xxh3-64 of the two and all that follows, identity (16 bytes)
+    of each page: key (16 bytes), offset (u64), bytes (u64), xxh3-64 of its bytes
+    the pages, each from a block of 4 KiB on
+
+A page is read whole or not at all, so it has one checksum. A pack has the pages that were written
+together; it gets its name when all of it is on the drive.
+
 Any number of processes may share a directory: packs never change, have names of their own, and a
 process looks for those of others when it misses a page. The time of a file is that of its last use;
 over all namespaces those that were not used for longest go first, also what was never finished.
@@ -13,36 +20,37 @@ stored. Reads and writes have a thread each, whose work is awaited for so many s
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import secrets
+import struct
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
+import xxhash
+
 from impress_sglang.errors import ConfigError
-from impress_sglang.hicache.packs import (
-    SUFFIX,
-    BadPack,
-    Page,
-    fill_pack,
-    pack_bytes,
-    read_pack,
-    write_pack,
-)
 from impress_sglang.storage.files import AlignedBuffer, FileSystem, installed
-from impress_sglang.storage.layout import BLOCK_BYTES
-from impress_sglang.storage.writer import TEMPORARY_SUFFIX
+from impress_sglang.storage.layout import BLOCK_BYTES, round_up
+from impress_sglang.storage.writer import TEMPORARY_SUFFIX, publishing
 from impress_sglang.store.health import Health, Work
 from impress_sglang.threads import BackgroundThread
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "hicache"
+SUFFIX = ".pages"
+KEY_BYTES = 16
+_MAGIC = b"IMPRPAG\x01"
+_PREAMBLE = struct.Struct("<8sQQ16s")
+_ENTRY = struct.Struct(f"<{KEY_BYTES}sQQQ")
+# Of what a header says of itself before it is verified.
+_MOST_PAGES = 1 << 20
 # A pack is written and evicted as a whole; one read has neighbouring pages of it.
 PACK_BYTES, RUN_BYTES = 64 << 20, 32 << 20
 # Seconds between looks for packs of other processes, and between notes of a pack's use.
@@ -51,6 +59,85 @@ LOOK_SECONDS, NOTE_SECONDS = 1.0, 60.0
 # is evicted at once, since that looks at all files.
 COUNT_SECONDS, SLACK = 10.0, 0.02
 _T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Page:
+    """Where the bytes of a page are: in which file, from which byte on, how many, and checksum."""
+
+    pack: str
+    offset: int
+    size: int
+    checksum: int
+
+    @property
+    def stop(self) -> int:
+        """Where the next page begins."""
+        return self.offset + round_up(self.size, BLOCK_BYTES)
+
+    def is_whole(self, content: memoryview) -> bool:
+        """Whether these are the bytes that were stored."""
+        return xxhash.xxh3_64_intdigest(content) == self.checksum
+
+
+def pack_bytes(sizes: Sequence[int]) -> int:
+    """Bytes of a file with pages of these sizes."""
+    return _header_bytes(len(sizes)) + sum(round_up(size, BLOCK_BYTES) for size in sizes)
+
+
+def _fill_pack(
+    view: memoryview, pack: str, identity: bytes, pages: Mapping[bytes, memoryview]
+) -> dict[bytes, Page]:
+    """Fill memory of `pack_bytes` with a pack; returns where its pages are."""
+    at, found = _header_bytes(len(pages)), dict[bytes, Page]()
+    for key, content in pages.items():
+        page = Page(pack, at, len(content), xxhash.xxh3_64_intdigest(content))
+        view[at : at + page.size] = content
+        view[at + page.size : page.stop] = bytes(page.stop - at - page.size)
+        at, found[key] = page.stop, page
+    entries = b"".join(
+        _ENTRY.pack(key, page.offset, page.size, page.checksum) for key, page in found.items()
+    )
+    rest = identity + entries
+    header = _PREAMBLE.pack(_MAGIC, len(found), _digest(len(found), rest), identity) + entries
+    view[: len(header)] = header
+    view[len(header) : _header_bytes(len(found))] = bytes(_header_bytes(len(found)) - len(header))
+    return found
+
+
+def _write_pack(files: FileSystem, path: Path, content: memoryview, *, direct: bool) -> None:
+    with publishing(files, path, direct=direct) as descriptor:
+        files.write(descriptor, 0, content)
+
+
+def _read_pack(files: FileSystem, path: Path, identity: bytes) -> dict[bytes, Page]:
+    """The pages of a pack; `ValueError` if it is damaged, or of other weights."""
+    preamble = bytearray(_PREAMBLE.size)
+    try:
+        with files.opened(path, os.O_RDONLY) as descriptor:
+            files.read(descriptor, 0, memoryview(preamble))
+            magic, count, digest, owner = _PREAMBLE.unpack(preamble)
+            if magic != _MAGIC or count > _MOST_PAGES:
+                raise ValueError("it is no pack of pages")
+            entries = bytearray(count * _ENTRY.size)
+            files.read(descriptor, _PREAMBLE.size, memoryview(entries))
+    except EOFError as error:
+        raise ValueError("it ends within its header") from error
+    if _digest(count, owner + entries) != digest:
+        raise ValueError("its header fails its checksum")
+    if owner != identity:
+        raise ValueError("it is of other weights")
+    return {key: Page(path.name, *where) for key, *where in _ENTRY.iter_unpack(entries)}
+
+
+def _header_bytes(pages: int) -> int:
+    return round_up(_PREAMBLE.size + pages * _ENTRY.size, BLOCK_BYTES)
+
+
+def _digest(count: int, rest: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(_MAGIC + struct.pack("<Q", count) + rest)
+
+
 _Run = list[tuple[int, Page]]
 """Neighbouring pages of a pack, each with its place among those wanted."""
 
@@ -79,8 +166,6 @@ class PageStore:
         self._identity = bytes.fromhex(identity)
         self._quota, self._min_free, self._patience = ssd_bytes, min_free_bytes, patience
         self.health = Health()
-        self.counts = Counter[str]()
-        """Pages and bytes read and written, packs that were damaged and evicted."""
         self._lock, self._reading, self._writing = (threading.RLock() for _ in range(3))
         self._index: dict[bytes, Page] = {}
         self._packs: dict[str, Sequence[bytes]] = {}
@@ -129,7 +214,6 @@ class PageStore:
                 for place, content in self._verified(*earlier) if earlier is not None else ():
                     put(place, content)
                     found[place] = True
-                    self.counts.update(pages_read=1, bytes_read=len(content))
         return found
 
     def set(self, keys: Sequence[bytes], content: Callable[[int], memoryview | None]) -> list[bool]:
@@ -202,7 +286,6 @@ class PageStore:
             read = self._reader.submit(self._read, run, buffer)
         yield from whole.items()
         if len(whole) < len(run):
-            self.counts["packs_damaged"] += 1
             logger.warning("pack %s fails a checksum and is removed; its pages are computed", pack)
             self._give_up(pack)
             self._writer.submit(self._remove, self._folder / pack)
@@ -210,7 +293,7 @@ class PageStore:
     def _store(self, contents: Mapping[bytes, memoryview]) -> None:
         name = f"{secrets.token_hex(16)}{SUFFIX}"
         view = self._out.view(pack_bytes([len(own) for own in contents.values()]))
-        found = fill_pack(view, name, self._identity, contents)
+        found = _fill_pack(view, name, self._identity, contents)
         writing = self._writer.submit(self._write, name, view)
         stored = self._await(writing, "pages cannot be written", reading=False)
         if stored is None:
@@ -218,7 +301,6 @@ class PageStore:
             self._out = AlignedBuffer()
         elif stored:
             self._add(name, found)
-            self.counts.update(pages_written=len(found), bytes_written=len(view))
 
     def _usable(self, *, reading: bool) -> bool:
         """Whether the disk can be read, or written; begins and ends probes of one that failed."""
@@ -271,10 +353,10 @@ class PageStore:
             self._forget(pack)
         for pack in sorted(names - known):
             try:
-                self._add(pack, read_pack(self._files, self._folder / pack, self._identity))
+                self._add(pack, _read_pack(self._files, self._folder / pack, self._identity))
             except FileNotFoundError:
                 continue
-            except (BadPack, OSError) as error:
+            except (ValueError, OSError) as error:
                 logger.warning("pack %s is not used: %s", pack, error)
                 self._give_up(pack)
 
@@ -301,7 +383,7 @@ class PageStore:
     def _write(self, name: str, content: memoryview) -> bool:
         if not self._make_room(len(content)):
             return False
-        write_pack(self._files, self._folder / name, content, direct=self._direct)
+        _write_pack(self._files, self._folder / name, content, direct=self._direct)
         self._held += len(content)
         return True
 
@@ -328,7 +410,6 @@ class PageStore:
                 break
             self._remove(path)
             self._held, free = self._held - size, free + size
-            self.counts["packs_evicted"] += 1
         return True
 
     def _remove(self, path: Path) -> None:
@@ -342,5 +423,5 @@ class PageStore:
 
     def _try_write(self) -> None:
         path = self._folder / f"probe{SUFFIX}"
-        write_pack(self._files, path, AlignedBuffer().view(BLOCK_BYTES), direct=self._direct)
+        _write_pack(self._files, path, AlignedBuffer().view(BLOCK_BYTES), direct=self._direct)
         self._files.unlink(path)

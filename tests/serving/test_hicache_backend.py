@@ -12,7 +12,7 @@ import pytest
 from bench.core.servers import HICACHE
 from impress_sglang.cli import DONE
 from impress_sglang.cli.main import main
-from impress_sglang.hicache.packs import SUFFIX
+from impress_sglang.hicache.pages import SUFFIX
 from tests.damage import flip_bit
 from tests.serving.conftest import TINY_FLAGS, long
 from tests.serving.harness import LATENT, Server, Zygote, running

@@ -35,8 +35,7 @@ from impress_sglang.codes.groups.slots import restore
 from impress_sglang.codes.rows.fit import SINK_TOKENS
 from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.errors import ConfigError, NotCodable, UnsupportedError
-from impress_sglang.hicache.packs import KEY_BYTES
-from impress_sglang.hicache.pages import PageStore
+from impress_sglang.hicache.pages import KEY_BYTES, PageStore
 from impress_sglang.options import BITS, BITS_TEXT
 from impress_sglang.plugin.capabilities import check_values
 from impress_sglang.plugin.factory import draft_runners, identity_of
@@ -207,8 +206,7 @@ class ImpressStorage(HiCacheStorage):
         self.host_pools.append(host_pool)
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        pages = self._weights.pages
-        return 0 if pages is None else pages.leading(self._pools[PoolName.KV].keys(keys))
+        return self.batch_exists_v2(keys).kv_hit_pages
 
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
@@ -251,10 +249,7 @@ class ImpressStorage(HiCacheStorage):
     def _not_called(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError('HiCache calls it only without "interface_v1"')
 
-    get = batch_get = set = batch_set = _not_called
-
-    def exists(self, key: str) -> bool:
-        return self.batch_exists([key]) == 1
+    get = batch_get = set = batch_set = exists = _not_called
 
     def clear(self) -> None:
         if (pages := self._weights.pages) is not None:
