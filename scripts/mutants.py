@@ -50,7 +50,7 @@ TARGETS = (
     "store/writing",
     "store/quota",
     "store/health",
-    "paper/runtime",
+    "paper/request",
     "paper/plugin/part_cache",
     "plugin/write_back",
 )

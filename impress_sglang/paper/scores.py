@@ -6,7 +6,6 @@ In torch, on any device; the kernel that scores probe heads on a GPU is compared
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,12 +20,10 @@ QUERY_BLOCKS = 16, 256
 def column_sums(
     queries: Tensor,
     prefix_keys: Tensor,
-    resident_keys: Tensor,
+    pool_keys: Tensor,
+    resident_rows: Tensor,
     new_keys: Tensor,
     scaling: float,
-    *,
-    heads: Sequence[int] | None = None,
-    resident_rows: Tensor | None = None,
 ) -> Tensor:
     """Attention weights that the new tokens give to each prefix token, summed over those (H2O).
 
@@ -35,12 +32,11 @@ def column_sums(
 
     Args:
         queries: [n, Hq, D], queries of the new tokens, after rotation.
-        prefix_keys: [m, Hk, D], keys of the stored tokens.
-        resident_keys: [c, G, D], keys of earlier tokens in the device pool; c may be 0.
+        prefix_keys: [m, Hk, D], keys of the stored tokens, of all heads or the first ones.
+        pool_keys: [rows, G, D], the device pool.
+        resident_rows: int64 [c], rows of it that are earlier tokens; c may be 0.
         new_keys: [n, G, D], keys of the new tokens.
         scaling: factor of the attention logits.
-        heads: the Hk of the G heads that `prefix_keys` has; None: it has all.
-        resident_rows: int64 [c], rows of `resident_keys` that are these tokens; None: all.
 
     Returns:
         [Hq, m] float32 on the device of `queries`. Each row sums to at most n.
@@ -52,7 +48,7 @@ def column_sums(
     group, sums = num_heads // key_heads, total.view(key_heads, -1, num_prefix)
     # [Hk, g, n, D]
     grouped = queries.unflatten(1, (key_heads, group)).permute(1, 2, 0, 3)
-    num_before = len(resident_keys if resident_rows is None else resident_rows)
+    num_before = len(resident_rows)
     widest = group * (num_keys := num_before + num_prefix + len(new_keys))
     least, most = QUERY_BLOCKS
     size = max(least, min(most, MOST_WEIGHTS // widest))
@@ -60,12 +56,9 @@ def column_sums(
     at_once = max(1, at_once)
     for first in range(0, key_heads, at_once):
         part = slice(first, min(first + at_once, key_heads))
-        chosen = part if heads is None else list(heads[part])
-        before = resident_keys
-        if resident_rows is not None:
-            before = resident_keys.index_select(0, resident_rows)
         # [heads, D, keys]: what a query sees, in the order of positions.
-        keys = torch.cat([before[:, chosen], prefix_keys[:, part], new_keys[:, chosen]])
+        before = pool_keys.index_select(0, resident_rows)
+        keys = torch.cat([before[:, part], prefix_keys[:, part], new_keys[:, part]])
         keys = keys.float().permute(1, 2, 0)
         for start in range(0, num_queries, size):
             own = grouped[part, :, start : start + size].float() * scaling

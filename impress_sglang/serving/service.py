@@ -50,6 +50,8 @@ class Service:
     There is at most one open store, which hands its memory on to the store that follows it.
     """
 
+    store_class = PrefixStore
+
     def __init__(
         self,
         config: ImpressConfig,
@@ -58,7 +60,6 @@ class Service:
         device: torch.device,
         hidden_size: int,
         codec: Codec | None = None,
-        make_store: type[PrefixStore] = PrefixStore,
     ) -> None:
         """Open the store of these weights; `device`: where slots are, `hidden_size`: of the model.
 
@@ -83,7 +84,7 @@ class Service:
         self.lookahead = LookAhead(enabled=config.lookahead == ON)
         """What queued requests will use, and each request's turn."""
         self._make_store = functools.partial(
-            make_store,
+            self.store_class,
             config,
             shape=shape,
             lookahead=self.lookahead,

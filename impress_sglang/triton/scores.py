@@ -10,7 +10,6 @@ Weights stay in registers. Exponentials and logarithms have base 2.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -26,12 +25,10 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def column_sums(
     queries: Tensor,
     prefix_keys: Tensor,
-    resident_keys: Tensor,
+    pool_keys: Tensor,
+    resident_rows: Tensor,
     new_keys: Tensor,
     scaling: float,
-    *,
-    heads: Sequence[int],
-    resident_rows: Tensor,
 ) -> Tensor:
     """The same as `impress_sglang.paper.scores.column_sums`, on a GPU or in Triton's interpreter.
 
@@ -44,10 +41,10 @@ def column_sums(
     sums = torch.zeros(num_query_heads, num_prefix, device=queries.device)
     if not num_prefix or not num_queries:
         return sums
-    probed, group = list(heads), num_query_heads // len(heads)
-    before = resident_keys.index_select(0, resident_rows)[:, probed]
+    heads = prefix_keys.shape[1]
+    before = pool_keys.index_select(0, resident_rows)[:, :heads]
     # [Hk, keys, D]: what a query sees, in the order of positions.
-    keys = torch.cat([before, prefix_keys, new_keys[:, probed]]).transpose(0, 1).contiguous()
+    keys = torch.cat([before, prefix_keys, new_keys[:, :heads]]).transpose(0, 1).contiguous()
     rows = queries.transpose(0, 1).contiguous()
     logs = torch.empty(num_query_heads, num_queries, device=queries.device)
     wide = queries.dtype == torch.float32
@@ -55,7 +52,7 @@ def column_sums(
     common = rows, keys, logs, scaling * math.log2(math.e)
     counts = num_queries, keys.shape[1], len(before), num_prefix
     constants = {
-        "GROUP": group,
+        "GROUP": num_query_heads // heads,
         "DIM": dim,
         "BLOCK_DIM": max(16, power_of_two(dim)),
         "ROWS": tile_rows,

@@ -14,9 +14,9 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from impress_sglang.paper.loader import LayerInputs
 from impress_sglang.paper.plugin.part_cache import PartCache
-from impress_sglang.paper.runtime import ServingRuntime, StoredRequest
+from impress_sglang.paper.request import StoredRequest
+from impress_sglang.paper.service import PartService
 from tests.integration.tree_world import IDENTITY, TreeWorld, matched, new_request
 from tests.integration.worlds import STORED, TOKENS
 from tests.unit.kv_factory import make_shape
@@ -28,7 +28,7 @@ USUAL: dict[str, Any] = {"policy": "paper", "retention": 0.5, "bits": "exact", "
 class PaperWorld(TreeWorld):
     """The store has `STORED`, of which nothing is resident."""
 
-    service_class, cache_class = ServingRuntime, PartCache
+    service_class, cache_class = PartService, PartCache
     shape = make_shape(layers=3)
 
     def __init__(self, root: Path, *, size: int = 4 * TOKENS, **options: Any) -> None:
@@ -59,7 +59,7 @@ class PaperWorld(TreeWorld):
         loaded = self.cache.init_load_back(
             InitLoadBackParams(best_match_node=None, host_hit_length=req.host_hit_length, req=req)
         )
-        return None if loaded is None else self.service.live[req.rid]
+        return None if loaded is None else self.cache.live[req.rid]
 
     def load(self, request: StoredRequest) -> None:
         """A pass loads all layers of an admitted request."""
@@ -68,18 +68,15 @@ class PaperWorld(TreeWorld):
             keys, values = self.pool.keys[layer], self.pool.values[layer]
             queries = torch.randn(4, shape.num_query_heads, shape.key_dim)
             new_keys = torch.randn(4, shape.num_kv_heads, shape.key_dim)
-            inputs = LayerInputs(queries, new_keys, keys, request.slots[:0], 0.3)
-            self.service.loader.load(
-                layer, request.source, inputs, keys, values, request.slots, request.stats
-            )
+            request.load(layer, queries, new_keys, 0.3, keys, values)
             request.end_layer()
 
     def forget(self, rid: str) -> None:
         """A request is over, and nobody counts it."""
         self.cache._known.pop(rid, None)
-        request = self.service.release(rid)
+        request = self.cache.live.pop(rid, None)
         if request is not None:
-            self.cache._private_tokens -= request.k
+            request.end_loading()
             self.allocator.free(request.slots)
 
     def prefill(self, rid: str, tokens: Sequence[int], *_: Any) -> Any:
@@ -99,7 +96,7 @@ class PaperWorld(TreeWorld):
         """All requests and writes end, and no slot is lost."""
         # A write would wait for its layers for ever.
         self.pool.go_on.set()
-        for rid in {*self.service.live, *self.cache._known}:
+        for rid in {*self.cache.live, *self.cache._known}:
             self.forget(rid)
         self.service.store.writes.drain()
         self.check_slots()

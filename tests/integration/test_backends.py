@@ -22,16 +22,17 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from torch import Tensor
 
 from impress_sglang.errors import SegmentUnreadable, UnsupportedError
-from impress_sglang.paper.loader import LayerInputs
 from impress_sglang.paper.plugin.attention import ADOPTED, PrefixAttention, adopt_backend
-from impress_sglang.paper.runtime import ServingRuntime, StoredRequest
+from impress_sglang.paper.request import StoredRequest
 from impress_sglang.plugin.rectangular import rectangular_attention
 from impress_sglang.serving.pool_reader import reading_stream
 from impress_sglang.serving.report import new_report
 from impress_sglang.transfer.sources import ReadStats
+from tests.unit.kv_factory import make_shape
 
 LAYERS, QUERY_HEADS, KV_HEADS, DIM = 2, 4, 2, 16
 SCALING, TOKENS = DIM**-0.5, 800
+SHAPE = make_shape(layers=LAYERS, query_heads=QUERY_HEADS, kv_heads=KV_HEADS, key_dim=DIM)
 
 
 @dataclasses.dataclass
@@ -49,13 +50,31 @@ class Row:
         return self.zeros + len(self.slots)
 
 
+class Loading(StoredRequest):
+    """A request whose layers get random KVs, or fail, when not all is in its place."""
+
+    def __init__(self, world: World, rid: str, *own: Any) -> None:
+        super().__init__(*own)
+        self.world, self.rid = world, rid
+        self.queries: torch.Size | None = None
+
+    def load(
+        self, layer: int, queries: Tensor, new_keys: Tensor, scaling: float, *pools: Tensor
+    ) -> Tensor:
+        assert scaling == SCALING and new_keys.shape == (len(queries), KV_HEADS, DIM)
+        self.world.loaded.append((self.rid, layer))
+        self.queries = queries.shape
+        for pool in pools:
+            pool[self.slots] = torch.randn(self.k, KV_HEADS, DIM)
+        number, error = self.world.fails.get(self.rid, (-1, Exception()))
+        if layer == number:
+            pools[0][self.slots] = torch.nan
+            raise error
+        return self.slots
+
+
 class World:
-    """A backend with its pools, and a store of which each layer of a request has random KVs.
-
-    Loading a layer of some requests fails, when not all is in its place.
-    """
-
-    fail = ServingRuntime.fail
+    """A backend with its pools, and requests, some of which fail in a layer."""
 
     def __init__(self) -> None:
         self.pool = MHATokenToKVPool(
@@ -71,39 +90,16 @@ class World:
         # Scattered, so that neighbours in a row are none in the pool.
         self.free = iter((torch.randperm(TOKENS) + 1).tolist())
         self.backend: Any = TorchNativeAttnBackend(runner)
-        self.live: dict[str, StoredRequest] = {}
+        self.live: dict[str, Loading] = {}
         self.fails: dict[str, tuple[int, Exception]] = {}
         self.failed: list[str] = []
         self.loaded: list[tuple[str, int]] = []
-        self.inputs: dict[str, LayerInputs] = {}
-        self.store = SimpleNamespace(
+        self.store: Any = SimpleNamespace(
             report=lambda error: None,
             close_source=lambda source: None,
             ahead=SimpleNamespace(top_up=lambda: None),
         )
-        self.loader: Any = self
-        runtime: Any = self
-        adopt_backend(self.backend, runtime, self.pool, self.failed.append)
-
-    def load(
-        self,
-        layer: int,
-        source: Any,
-        inputs: LayerInputs,
-        keys: Tensor,
-        values: Tensor,
-        rows: Tensor,
-        stats: Any,
-    ) -> None:
-        """As the loader of parts of prefixes."""
-        self.loaded.append((source.rid, layer))
-        self.inputs[source.rid] = inputs
-        for pool in (keys, values):
-            pool[rows] = torch.randn(len(rows), KV_HEADS, DIM)
-        number, error = self.fails.get(source.rid, (-1, Exception()))
-        if layer == number:
-            keys[rows] = torch.nan
-            raise error
+        adopt_backend(self.backend, self.live, self.pool, self.failed.append)
 
     def row(self, known: int, prefix: tuple[int, int] = (0, 0)) -> Row:
         """After m - k zeros `known` resident tokens, and then k tokens of a stored prefix of m."""
@@ -115,8 +111,8 @@ class World:
                 rid=row.rid, num_layers=99, stats=ReadStats(), end_layer=lambda layer: None
             )
             slots, report = map(torch.tensor, (resident, own)), new_report("impress", known, m)
-            store: Any = self.store
-            self.live[row.rid] = StoredRequest(*slots, m, store, source, report)
+            rest = self.store, source, report
+            self.live[row.rid] = Loading(self, row.rid, SHAPE, 0.6, *slots, m, *rest)
         self._write(row, 0, [0] * row.zeros + row.slots)
         return row
 
@@ -209,9 +205,7 @@ def test_extend_of_rows_with_and_without_a_prefix(world: World) -> None:
     new.rid = ""
     batch = world.extend((offset, 9), (resident, 4), (new, 6))
     assert world.loaded == [(offset.rid, 0), (offset.rid, 1)]
-    inputs = world.inputs[offset.rid]
-    assert inputs.queries.shape == (9, QUERY_HEADS, DIM)
-    assert inputs.resident_rows.tolist() == offset.slots[:7]
+    assert world.live[offset.rid].queries == (9, QUERY_HEADS, DIM)
     # The scheduler's own lengths are left alone.
     assert batch.seq_lens.tolist() == [66, 24, 6]
     assert batch.extend_prefix_lens_cpu == [57, 20, 0]

@@ -49,14 +49,14 @@ def test_a_part_of_a_prefix_has_slots_of_its_own(world: PaperWorld) -> None:
     request = world.begin_load(req)
     assert request is not None and req.host_hit_length == TOKENS // 4
     assert request.k == TOKENS // 4 and request.start == TOKENS - TOKENS // 4
-    assert world.cache._private_tokens == TOKENS // 4
+    assert world.cache._private()[0] == TOKENS // 4
     assert request.report["used_tokens"] == request.report["loaded_tokens"] == TOKENS // 4
     assert request.report["shared_tokens"] == 0 and request.report["bits"] == 16.0
     world.load(request)
     assert not request.loading, "given back after the last layer"
-    stats = request.stats
-    assert stats.layers_by_probe + stats.layers_by_fallback == world.shape.num_layers
-    assert request.report["bits_mean"] == 16.0
+    told = request.report
+    assert told["layers_by_probe"] + told["layers_by_fallback"] == world.shape.num_layers
+    assert told["bits_mean"] == 16.0
 
 
 @pytest.mark.parametrize(("length", "saved"), [(15, 0), (16, 1)])
@@ -94,7 +94,7 @@ def test_a_request_is_ended_if_its_prefix_cannot_be_loaded(world: PaperWorld, pa
     assert request is not None
     world.cache.finish_storage_prefetch_admission(req.cache_request_handle, 0, None)
     (segment,) = world.service.store.tree.segments()
-    world.service.fail(request, SegmentUnreadable(segment.segment_id, "test"))
+    request.fail(SegmentUnreadable(segment.segment_id, "test"))
     world.cache.fail("r")
     for _ in range(world.shape.num_layers):
         request.end_layer()
@@ -106,7 +106,7 @@ def test_a_request_is_ended_if_its_prefix_cannot_be_loaded(world: PaperWorld, pa
     assert world.service.totals["requests"] == before + 1, "it is counted, and learnt from"
     report = report_of(req)
     assert report is not None and report["why"]["reason"] == Reason.DAMAGED
-    assert not world.service.live and not world.cache._private_tokens
+    assert not world.cache.live and not world.cache._private()[0]
     assert not world.ask("again", retention=part).host_hit_length
 
 
@@ -122,7 +122,7 @@ def test_a_request_that_sglang_ends_without_saying_so_is_forgotten(world: PaperW
         world.cache.on_release(req, checkpointed=False)
         world.cache.rest()
         assert world.cache.summary()["requests_live"] == live
-    assert not world.cache._private_tokens
+    assert not world.cache._private()[0]
 
 
 def test_a_request_does_without_what_cannot_be_opened(world: PaperWorld) -> None:
@@ -219,7 +219,7 @@ def test_orders_reach_what_is_resident_and_what_is_counted(world: PaperWorld) ->
     done = told(world, "purge", input_ids=OTHER)
     assert (done["segments"], done["pool_tokens"], done["left"]) == (1, TOKENS, False)
     for wrong, expected in ((1, "failed"), (0, "ok")):
-        world.cache._private_tokens = wrong
+        world.service.store.quota.pending_bytes = wrong
         state = told(world, "check", begin=True)["integrity"]
         while state == "running":
             state = told(world, "check")["integrity"]

@@ -12,13 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from impress_sglang.paper.loader import LayerInputs, LoadStats, PartLoader
+from impress_sglang.paper.request import StoredRequest
 from impress_sglang.paper.source import PartSource
+from impress_sglang.serving.report import new_report
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.sources import StoredSource
 from tests.unit.waiting import wait_until
 
 SPARE = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Asking:
+    """What a request knows of a layer: queries [n, Hq, D] and keys [n, G, D] of its new tokens, and
+    keys [c, G, D] of its resident ones."""
+
+    queries: Tensor
+    new_keys: Tensor
+    resident_keys: Tensor
+    scaling: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,25 +67,38 @@ def wait_for_reads(source: StoredSource) -> None:
     wait_until(lambda: not source.is_reading)
 
 
-def layer_inputs(shape: KVShape, seed: int) -> LayerInputs:
+def asking(shape: KVShape, seed: int) -> Asking:
     """Of 6 new tokens by chance, after two resident ones that have keys of theirs."""
     generator = torch.Generator().manual_seed(seed)
     queries, new = (
         torch.randn(6, heads, shape.key_dim, generator=generator).to(shape.dtype)
         for heads in (shape.num_query_heads, shape.num_kv_heads)
     )
-    return LayerInputs(queries, new, new, torch.tensor([0, 1]), 0.2)
+    return Asking(queries, new, new[:2], 0.2)
 
 
-def load_layer(
-    loader: PartLoader, layer: int, source: Any, inputs: LayerInputs, k: int, stats: LoadStats
-) -> LoadedLayer:
-    """What a loader gives for k tokens, in scattered slots; nothing but these may change."""
-    shape, order = loader._shape, torch.randperm(k + SPARE)
-    pools = [
-        torch.full((k + SPARE, shape.num_kv_heads, dim), float("nan"), dtype=shape.dtype)
+def request_of(
+    shape: KVShape, alpha: float, source: Any, k: int, resident: int = 2
+) -> StoredRequest:
+    """A request that uses k tokens of a source, in scattered slots of a pool."""
+    order, store = torch.randperm(k + resident + SPARE), Any
+    own = order[:resident], order[resident : resident + k], source.num_tokens, store, source
+    return StoredRequest(shape, alpha, *own, new_report("paper", resident))
+
+
+def load_layer(request: StoredRequest, layer: int, own: Asking) -> LoadedLayer:
+    """What a request gets of a layer; nothing but its slots may change."""
+    shape = request.shape
+    size = len(request.resident_slots) + request.k + SPARE
+    keys, values = (
+        torch.full((size, shape.num_kv_heads, dim), float("nan"), dtype=shape.dtype)
         for dim in (shape.key_dim, shape.value_dim)
-    ]
-    selected = loader.load(layer, source, inputs, *pools, order[:k], stats)
-    assert all(bool(pool[order[k:]].isnan().all()) for pool in pools)
-    return LoadedLayer(*(pool[order[:k]] for pool in pools), selected)
+    )
+    keys[request.resident_slots] = own.resident_keys
+    before = keys.clone(), values.clone()
+    selected = request.load(layer, own.queries, own.new_keys, own.scaling, keys, values)
+    loaded = LoadedLayer(keys[request.slots], values[request.slots], selected)
+    for pool, was in zip((keys, values), before, strict=True):
+        pool[request.slots] = was[request.slots]
+        assert torch.equal(pool.nan_to_num(7.0), was.nan_to_num(7.0))
+    return loaded

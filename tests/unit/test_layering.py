@@ -140,7 +140,7 @@ def test_a_part_that_not_every_server_has_is_imported_where_it_is_chosen(part: s
 
 def test_kernels_of_the_paper_are_loaded_by_nobody_else() -> None:
     found = {own for own in MODULES if "impress_sglang.triton.scores" in own_imports(own)}
-    assert found == {"impress_sglang.paper.loader"}
+    assert found == {"impress_sglang.paper.request"}
 
 
 def test_there_is_no_import_cycle() -> None:

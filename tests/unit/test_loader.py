@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +21,6 @@ from impress_sglang.paper.history import (
     chunk_shares,
     mapping_lists,
 )
-from impress_sglang.paper.loader import LayerInputs, LoadStats, PartLoader
 from impress_sglang.paper.scores import (
     agreed_tokens,
     retained_tokens,
@@ -31,7 +30,7 @@ from impress_sglang.paper.scores import (
 from impress_sglang.storage.layout import KVShape, SegmentLayout
 from tests.unit import kv_factory as kv
 from tests.unit.kv_factory import make_shape
-from tests.unit.reading import LoadedLayer, load_layer
+from tests.unit.reading import Asking, LoadedLayer, load_layer, request_of
 from tests.unit.triton.test_scores import dense_sums
 
 
@@ -127,7 +126,7 @@ def test_heads_have_one_set_if_they_agree(
 SHAPES = {
     "mha": kv.make_shape(query_heads=5, kv_heads=5, probe=(0, 1, 2)),
     "gqa": kv.make_shape(query_heads=12, kv_heads=4, key_dim=16, probe=(0,)),
-    "gqa-apart": kv.make_shape(query_heads=8, kv_heads=4, value_dim=12, probe=(1, 3)),
+    "gqa-two": kv.make_shape(query_heads=8, kv_heads=4, value_dim=12, probe=(0, 1)),
     "mqa": kv.make_shape(query_heads=4, kv_heads=1, probe=(0,)),
     "all-probed": kv.make_shape(query_heads=4, kv_heads=2, probe=(0, 1)),
     "no-probe": kv.make_shape(query_heads=6, kv_heads=3, key_dim=16, value_dim=12, probe=()),
@@ -175,19 +174,18 @@ class Setting:
         self.source = MemorySource(shape, self.keys, self.values)
         queries, heads, dim = shape.num_query_heads, shape.num_kv_heads, shape.key_dim
         generator = torch.Generator().manual_seed(2)
-        self.inputs = LayerInputs(
+        self.asking = Asking(
             queries=torch.randn(N, queries, dim, generator=generator),
             new_keys=torch.randn(N, heads, dim, generator=generator),
-            resident_keys=torch.randn(3 * C, heads, dim, generator=generator),
-            resident_rows=torch.randperm(3 * C, generator=generator)[:C],
+            resident_keys=torch.randn(C, heads, dim, generator=generator),
             scaling=0.5,
         )
-        self.stats = LoadStats()
+        self.report: dict[str, Any] = {}
 
     def scores(self, layer: int) -> np.ndarray:
         """Column sums [Hq, m] of all heads, in float64."""
-        own = self.inputs
-        keys = self.keys[layer], own.resident_keys[own.resident_rows], own.new_keys
+        own = self.asking
+        keys = self.keys[layer], own.resident_keys, own.new_keys
         return dense_sums(own.queries, *keys, own.scaling)
 
     def probe_query_heads(self) -> list[int]:
@@ -196,8 +194,9 @@ class Setting:
         return [h for h in range(self.shape.num_query_heads) if h // size in probed]
 
     def load(self, layer: int, k: int, alpha: float = 0.6) -> LoadedLayer:
-        loader = PartLoader(self.shape, alpha)
-        return load_layer(loader, layer, self.source, self.inputs, k, self.stats)
+        request = request_of(self.shape, alpha, self.source, k, C)
+        self.report = request.report
+        return load_layer(request, layer, self.asking)
 
     def check(self, layer: int, loaded: LoadedLayer, tokens: Tensor) -> None:
         """Each head has the rows of its set, and each head group those of its heads."""
@@ -223,10 +222,11 @@ def test_all_tokens_are_loaded_exactly_and_nothing_is_scored(setting: Setting, l
 
     setting.check(layer, loaded, torch.arange(M)[None])
     probes = [("probe", None)] * bool(setting.shape.probe_kv_heads)
-    assert setting.source.asked == [*probes, ("keys", None), ("values", None)]
-    assert dataclasses.replace(setting.stats, load_ms=0.0) == LoadStats(layers_whole=1)
-    head_groups = kv.head_groups_of(setting.shape)
-    assert setting.source.noted == [(layer, [list(range(M))] * head_groups, None)]
+    everything = [list(range(M))] * kv.head_groups_of(setting.shape)
+    assert setting.source.asked == [*probes, ("keys", everything), ("values", everything)]
+    assert setting.report["layers_whole"] == 1 and not setting.report["probe_ms"]
+    assert not setting.report["layers_by_probe"] + setting.report["layers_by_fallback"]
+    assert setting.source.noted == [(layer, everything, None)]
 
 
 @pytest.mark.parametrize("k", [1, 5, 15, 45, M - 1])
@@ -249,9 +249,9 @@ def test_the_tokens_are_those_of_the_dense_reference(
 
     loaded = setting.load(1, k, alpha)
 
-    stats, source = setting.stats, setting.source
-    assert (stats.layers_by_probe, stats.layers_by_fallback) == ((1, 0) if agreed else (0, 1))
-    assert stats.probe_ms > 0 and stats.load_ms > 0
+    report, source = setting.report, setting.source
+    assert (report["layers_by_probe"], report["layers_by_fallback"]) == (agreed, not agreed)
+    assert report["probe_ms"] > 0 and report["load_ms"] > 0
     if agreed:
         rank = [(sum(t in s for s in sets), probe[:, t].sum()) for t in range(M)]
         best = sorted(sorted(range(M), key=lambda t: rank[t], reverse=True)[:k])

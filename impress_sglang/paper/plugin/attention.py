@@ -8,9 +8,9 @@ that `req_to_token` had when the batch was prepared.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,9 +20,8 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from torch import Tensor
 
 from impress_sglang.errors import PrefixUnreadable, UnsupportedError
-from impress_sglang.paper.loader import LayerInputs
 from impress_sglang.paper.plugin.options import BACKENDS
-from impress_sglang.paper.runtime import ServingRuntime, StoredRequest
+from impress_sglang.paper.request import StoredRequest
 from impress_sglang.plugin.rectangular import extend_rows
 
 
@@ -33,7 +32,7 @@ class PrefixAttention(AttentionBackend):
     `AttentionBackend` because Python lets an object change only to a class with the same layout.
     """
 
-    _runtime: ServingRuntime
+    _live: Mapping[str, StoredRequest]
     _fail: Callable[[str], None]
     _pool: Any
     _starts: list[int]
@@ -46,7 +45,7 @@ class PrefixAttention(AttentionBackend):
         # SGLang's warm-up batches have no requests; rows of beams, which use no store, come last.
         rids = list[Any](forward_batch.rids or ())
         rids += [None] * (len(forward_batch.seq_lens) - len(rids))
-        requests = [self._runtime.live.get(rid) for rid in rids]
+        requests = [self._live.get(rid) for rid in rids]
         self._starts = [0 if own is None else own.start for own in requests]
         self._loading = []
         if forward_batch.forward_mode.is_extend():
@@ -76,12 +75,12 @@ class PrefixAttention(AttentionBackend):
         for rid, request, new in self._loading:
             if request.layers_loaded == layer.layer_id:
                 self._load_layer(rid, request, new, q, k, layer, forward_batch)
-        began = time.perf_counter()
-        output: Tensor = super().forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        # On an accelerator only the time of the launch.
-        for _, request, _ in self._loading:
-            request.stats.attention_ms += (time.perf_counter() - began) * 1e3
-        return output
+        with contextlib.ExitStack() as stack:
+            for _, request, _ in self._loading:
+                # On an accelerator only the time of the launch.
+                stack.enter_context(request.timed("attention_ms"))
+            output: Tensor = super().forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+            return output
 
     def _load_layer(
         self,
@@ -105,13 +104,11 @@ class PrefixAttention(AttentionBackend):
             else:
                 new_keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)[new]
             queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[new]
-            inputs = LayerInputs(queries, new_keys, keys, request.resident_slots, layer.scaling)
             try:
-                rest = keys, values, request.slots, request.stats
-                self._runtime.loader.load(layer.layer_id, request.source, inputs, *rest)
+                request.load(layer.layer_id, queries, new_keys, layer.scaling, keys, values)
                 request.store.ahead.top_up()
             except (PrefixUnreadable, MemoryError, torch.OutOfMemoryError) as error:
-                self._runtime.fail(request, error)
+                request.fail(error)
                 self._fail(rid)
         if request.failed:
             # The row stays in the pass to its end and must not bring NaN into it.
@@ -198,11 +195,12 @@ ADOPTED = {
 
 
 def adopt_backend(
-    backend: Any, runtime: ServingRuntime, pool: Any, fail: Callable[[str], None]
+    backend: Any, live: Mapping[str, StoredRequest], pool: Any, fail: Callable[[str], None]
 ) -> None:
     """Turn SGLang's backend object into ours, in place; `UnsupportedError` for another class.
 
-    `pool`: SGLang's KV pool. `fail` is told the id of a request whose prefix cannot be loaded.
+    `live` are requests by id, now and later; `pool`: SGLang's KV pool. `fail` is told the id of one
+    whose prefix cannot be loaded.
     """
     own = ADOPTED.get(type(backend))
     if own is None:
@@ -211,5 +209,5 @@ def adopt_backend(
             f"use --attention-backend {', '.join(BACKENDS)}"
         )
     backend.__class__ = own
-    backend._runtime, backend._pool, backend._fail = runtime, pool, fail
+    backend._live, backend._pool, backend._fail = live, pool, fail
     backend._starts, backend._loading = [], []

@@ -26,11 +26,12 @@ from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.cost import RequestLengths
-from impress_sglang.errors import UnsupportedError
+from impress_sglang.errors import PrefixUnreadable, UnsupportedError
 from impress_sglang.paper.plugin.attention import adopt_backend
 from impress_sglang.paper.plugin.options import check_parts
-from impress_sglang.paper.runtime import ServingRuntime, StoredRequest, tokens_used
+from impress_sglang.paper.request import StoredRequest
 from impress_sglang.paper.scores import probe_kv_heads
+from impress_sglang.paper.service import PartService, tokens_used
 from impress_sglang.plugin.capabilities import check_layers, check_options
 from impress_sglang.plugin.eligibility import plain_fields
 from impress_sglang.plugin.factory import connected, identity_of, kv_shape
@@ -38,7 +39,7 @@ from impress_sglang.plugin.known import Known, as_tokens
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.served_cache import ServedCache
 from impress_sglang.serving.load_planner import LoadPlan
-from impress_sglang.serving.report import estimate_fields
+from impress_sglang.serving.report import estimate_fields, split_again
 from impress_sglang.serving.why import Reason, say
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.store.policies import make_policy
@@ -82,21 +83,22 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> PartCache:
         )
     layers = PoolLayers(runner.token_to_kv_pool)
     cache = connected(
-        *(PartCache, ServingRuntime, context, config, shape, layers),
+        *(PartCache, PartService, context, config, shape, layers),
         lambda: identity_of(context, shape),
     )
-    adopt_backend(runner.attn_backend, cache.service, runner.token_to_kv_pool, cache.fail)
+    adopt_backend(runner.attn_backend, cache.live, runner.token_to_kv_pool, cache.fail)
     return cache
 
 
 class PartCache(ServedCache):
     """Finds prefixes that left SGLang's tree on SSD, and lets a pass load what it uses of them."""
 
-    service: ServingRuntime
+    service: PartService
 
     def __init__(self, *args: Any) -> None:
         self._plans: dict[str, LoadPlan] = {}
-        self._private_tokens = 0
+        self.live: dict[str, StoredRequest] = {}
+        """Requests that run with a stored prefix, by id."""
         super().__init__(*args)
 
     # A request's way: match, be admitted, run, end.
@@ -131,28 +133,52 @@ class PartCache(ServedCache):
         """
         req = params.req
         assert req is not None
-        known, plan = self._known[req.rid], self._plans.pop(req.rid)
-        resident_slots = self.path_device_indices(req.last_node)[: plan.start]
-        request = self.service.open(req.rid, plan, resident_slots, known.report, self._allocate)
-        if request is None:
-            known.declined = True
+        known, plan, store = self._known[req.rid], self._plans.pop(req.rid), self.service.parts
+        stored, k = plan.stop - plan.start, tokens_used(plan)
+        # Else it does without.
+        known.declined = True
+        try:
+            source = store.open_part(plan.match, plan.start, plan.stop, whole=k == stored)
+        except PrefixUnreadable as error:
+            logger.warning("request %s does without its stored prefix: %s", req.rid, error)
+            store.report(error)
             return None
-        assert request.k == params.host_hit_length
-        self._private_tokens += request.k
-        req.storage_hit_start, req.storage_hit_length = plan.start, request.num_tokens
-        return request.k, req.last_node
-
-    def _allocate(self, num_tokens: int) -> Tensor | None:
-        taken = self._allocation.take(num_tokens)
-        return None if taken is None else taken[0]
+        taken = self._allocation.take(k)
+        if taken is None:
+            store.close_source(source)
+            return None
+        store.ahead.join(source)
+        known.declined = False
+        parts = {"resident": plan.start, "loaded": k, "unused": stored - k}
+        known.report.update(
+            path="ssd",
+            prefix_tokens=plan.stop,
+            used_tokens=plan.start + k,
+            stored_tokens=stored,
+            loaded_tokens=k,
+            tokens=split_again(known.report, **parts),
+        )
+        self.live[req.rid] = StoredRequest(
+            self.service.shape,
+            self.service.config.alpha,
+            self.path_device_indices(req.last_node)[: plan.start],
+            taken[0],
+            stored,
+            store,
+            source,
+            known.report,
+        )
+        assert k == params.host_hit_length
+        req.storage_hit_start, req.storage_hit_length = plan.start, stored
+        return k, req.last_node
 
     def _note_admitted(self, known: Known) -> None:
-        request = self.service.live.get(known.req.rid)
+        request = self.live.get(known.req.rid)
         known.report["approximate"] = request is not None and request.start > 0
 
     def prefix_device_indices(self, req: Any) -> Tensor:
         """The row of a request's prefix: zeros, resident slots, slots of the stored prefix."""
-        request = self.service.live.get(req.rid)
+        request = self.live.get(req.rid)
         if request is None:
             return super().prefix_device_indices(req)
         zeros = request.slots.new_zeros(request.start)
@@ -169,27 +195,24 @@ class PartCache(ServedCache):
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """Insert what is exact into SGLang's tree, and offer what is new to the store."""
-        request = self.service.live.get(req.rid)
+        request = self.live.get(req.rid)
         if request is not None:
             assert request.layers_loaded == self.service.shape.num_layers
             if request.failed or request.start:
                 return
-            self._adopt(req, request)
+            if not request.adopted:
+                # A whole, exact prefix becomes SGLang's, like one that was computed.
+                req.kv.cache_protected_len = len(request.resident_slots)
+                request.adopted = True
         super().checkpoint(req, up_to=up_to, **kwargs)
-
-    def _adopt(self, req: Any, request: StoredRequest) -> None:
-        """Hand the slots of a whole, exact prefix to SGLang's tree, like computed ones."""
-        if not request.adopted:
-            req.kv.cache_protected_len = len(request.resident_slots)
-            self._private_tokens -= request.k
-            request.adopted = True
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         """See `ServedCache.on_release`."""
-        request = self.service.release(req.rid)
-        if request is not None and not request.adopted:
-            self._private_tokens -= request.k
-            self.token_to_kv_pool_allocator.free(request.slots)
+        request = self.live.pop(req.rid, None)
+        if request is not None:
+            request.end_loading()
+            if not request.adopted:
+                self.token_to_kv_pool_allocator.free(request.slots)
         super().on_release(req, checkpointed=checkpointed)
 
     def release_aborted_request(self, request: CacheRequestHandle) -> None:
@@ -222,24 +245,20 @@ class PartCache(ServedCache):
     # Room, and the whole cache.
 
     def _private(self) -> tuple[int, int]:
-        return self._private_tokens, 0
+        return sum(own.k for own in self.live.values() if not own.adopted), 0
 
     def _describe_pool(self) -> dict[str, int]:
-        return super()._describe_pool() | {"private_tokens": self._private_tokens}
+        return super()._describe_pool() | {"private_tokens": self._private()[0]}
 
     def _drop_plans(self) -> None:
         self._plans.clear()
 
     def reset(self) -> None:
         """See `ServedCache.reset`."""
-        assert not self._private_tokens, "SGLang flushes while requests run"
+        assert not self._private()[0], "SGLang flushes while requests run"
         super().reset()
 
     def _set_aside(self) -> None:
         # No pass may read or write the pool any more.
         torch.get_device_module(self.device).synchronize()
         super()._set_aside()
-
-    def _check_requests(self) -> None:
-        live = self.service.live.values()
-        assert self._private_tokens == sum(request.k for request in live if not request.adopted)

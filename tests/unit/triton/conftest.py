@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.interpreter import InterpretedFunction, _patch_lang
 
-from impress_sglang.paper import loader
+from impress_sglang.paper import request
 from impress_sglang.tiers import cache
 from impress_sglang.tiers.copying import PageCopier
 from impress_sglang.triton import scores
@@ -124,7 +124,7 @@ def kernels(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on."""
     monkeypatch.setattr(cache, "PageCopier", lambda *own, **_: PageCopier(*own, kernels=True))
-    monkeypatch.setattr(loader, "probe_scorer", lambda _: scores.column_sums)
+    monkeypatch.setattr(request, "probe_scorer", lambda _: scores.column_sums)
 
 
 POINTERS = {

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from impress_sglang.cost import ReadCost
-from impress_sglang.paper.loader import LoadStats, PartLoader
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.cache import ChunkCache
@@ -24,7 +23,7 @@ from impress_sglang.triton import groups as codes
 from impress_sglang.triton import pages, scores
 from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart
 from tests.unit.kv_factory import make_cache
-from tests.unit.reading import LoadedLayer, layer_inputs, load_layer
+from tests.unit.reading import LoadedLayer, asking, load_layer, request_of
 from tests.unit.source_factory import CUT_ROWS, RULES, SEVERAL, Case, open_case
 from tests.unit.triton.conftest import use_kernels
 
@@ -162,12 +161,12 @@ def test_slots_get_what_codes_say_from_the_same_places(
 
 def loaded_layers(case: Case) -> list[LoadedLayer]:
     """Twice: the second finds in the caches what the first has left there."""
-    layers, loader = [], PartLoader(case.shape, 0.01)
+    layers = []
     for _ in range(2):
         case.request()
+        request = request_of(case.shape, 0.01, case.source, 20)
         for layer in range(case.shape.num_layers):
-            given = layer_inputs(case.shape, layer)
-            layers.append(load_layer(loader, layer, case.source, given, 20, LoadStats()))
+            layers.append(load_layer(request, layer, asking(case.shape, layer)))
     return layers
 
 

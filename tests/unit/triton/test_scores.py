@@ -76,7 +76,6 @@ class Request:
         dtype: torch.dtype = HALF,
         size: float = 2.0,
     ) -> None:
-        self.heads = tuple(range(key_heads))
         self.queries, self.prefix, self.resident, self.new = (
             (size * torch.randn(tokens, own, dim)).to(device, dtype)
             for tokens, own in (
@@ -89,18 +88,15 @@ class Request:
         return dense_sums(self.queries, self.prefix, self.resident, self.new, SCALING)
 
     def found(self, kind: str, **other: Any) -> Tensor:
-        if kind == "torch":
-            own = self.queries, self.prefix, self.resident, self.new
-            return reference.column_sums(*own, scaling=SCALING)
+        score = reference.column_sums if kind == "torch" else scores.column_sums
         given = {
             "queries": self.queries,
             "prefix_keys": self.prefix,
-            "resident_keys": self.resident,
-            "new_keys": self.new,
-            "heads": self.heads,
+            "pool_keys": self.resident,
             "resident_rows": torch.arange(len(self.resident), device=self.queries.device),
+            "new_keys": self.new,
         }
-        return scores.column_sums(**{**given, **other}, scaling=SCALING)
+        return score(**{**given, **other}, scaling=SCALING)
 
     def check(self, kind: str, **other: Any) -> None:
         found, (relative, absolute) = self.found(kind, **other), NEAR[kind]
@@ -152,15 +148,18 @@ def test_sums_are_those_of_a_dense_softmax(
     Request(device, n, m, c, heads, key_heads, dim, dtype).check(kind)
 
 
+@each_kind
 @pytest.mark.parametrize(
     ("m", "c", "dtype"), [(70, 66, BRAIN), (200, 3, HALF), (129, 130, SINGLE), (1, 0, HALF)]
 )
 def test_resident_keys_are_taken_from_their_rows(
-    device: str, m: int, c: int, dtype: torch.dtype
+    device: str, kind: str, m: int, c: int, dtype: torch.dtype
 ) -> None:
     request = Request(device, 7, m, c, 6, 2, dtype=dtype)
     pool, rows = in_rows(request.resident)
-    request.check("kernels", resident_keys=pool, resident_rows=rows)
+    # Of all heads, the prefix has the first ones.
+    pool, new = (torch.cat([own, own.flip(1)], 1) for own in (pool, request.new))
+    request.check(kind, pool_keys=pool, resident_rows=rows, new_keys=new)
 
 
 @each_kind
