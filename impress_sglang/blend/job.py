@@ -20,7 +20,7 @@ from torch import Tensor
 from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.cost import Estimate
 from impress_sglang.errors import PrefixUnreadable
-from impress_sglang.loops.types import Uint8s
+from impress_sglang.loops.types import Flags, Float32s, Uint8s
 from impress_sglang.serving.load_jobs import AfterFill, FillLayer, LoadJob
 from impress_sglang.serving.why import Detail
 from impress_sglang.store.content import Run
@@ -58,37 +58,34 @@ class BlendNotes:
         self.why = self.why or why
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, kw_only=True)
 class BlendJob(LoadJob):
-    """A load job for a prefix of which some runs are stored, each behind other tokens.
+    """A load job for a prefix of which some runs are stored, each behind other tokens."""
 
-    Attributes:
-        rotation: turns the model's keys.
-        estimate: how long blending it takes.
-        runs: what is read, in the order of the prompt, from the first token that is not resident.
-        kinds: uint8 [stop - start], the `Kind` of each of its tokens.
-        share: how many of the `REUSED` tokens are computed, on average over the layers.
-        new: how many tokens of the prompt follow.
-        read_tokens: at most so many tokens are read at once.
-        why: why it could not be blended, unless there was nothing to read.
-        row: int64 [stop], the slots of all tokens, while it is computed.
-        position: where the rest begins that is to be computed.
-        token_layers: computed tokens, summed over all layers.
-        spent: seconds of computing.
-    """
-
-    rotation: KeyRotation = dataclasses.field(kw_only=True)
-    estimate: Estimate = dataclasses.field(kw_only=True)
-    runs: tuple[Run, ...] = dataclasses.field(kw_only=True)
-    kinds: Uint8s = dataclasses.field(kw_only=True)
-    share: float = dataclasses.field(kw_only=True)
-    new: int = dataclasses.field(kw_only=True)
-    read_tokens: int = dataclasses.field(kw_only=True)
+    rotation: KeyRotation
+    """Turns the model's keys."""
+    estimate: Estimate
+    """How long blending it takes."""
+    runs: tuple[Run, ...]
+    """What is read, in the order of the prompt, from the first token that is not resident."""
+    kinds: Uint8s
+    """uint8 [stop - start], the `Kind` of each of its tokens."""
+    share: float
+    """How many of the `REUSED` tokens are computed, on average over the layers."""
+    new: int
+    """How many tokens of the prompt follow."""
+    read_tokens: int
+    """At most so many tokens are read at once."""
     why: Detail | None = None
+    """Why it could not be blended, unless there was nothing to read."""
     row: Tensor | None = None
+    """int64 [stop], the slots of all tokens, while it is computed."""
     position: int = 0
+    """Where the rest begins that is to be computed."""
     token_layers: int = 0
+    """Computed tokens, summed over all layers."""
     spent: float = 0.0
+    """Seconds of computing."""
 
     computes: ClassVar[bool] = True
     loads: ClassVar[bool] = True
@@ -249,3 +246,14 @@ def share_of_layer(share: float, layer: int, num_layers: int) -> float:
     first, last = CHECKED_LAYERS, max(num_layers - 1, CHECKED_LAYERS + 1)
     spread = min(0.5, (1.0 - share) / share) if share else 0.0
     return share * (1.0 + spread * (1.0 - 2.0 * (layer - first) / (last - first)))
+
+
+def computed_again(reused: Flags, deviations: Float32s, count: int) -> Flags:
+    """Which of a layer's computed tokens the next one computes as well, bool [n].
+
+    All that are not `reused`, and `count` reused ones, if there are as many, that deviate most.
+    """
+    going_on, first = ~reused, max(len(reused) - count, int(np.count_nonzero(~reused)))
+    # Tokens that are not reused sort first, the most deviant last.
+    going_on[np.argsort(np.where(reused, deviations, -1.0))[first:]] = True
+    return going_on

@@ -20,7 +20,6 @@ from torch import Tensor
 from impress_sglang.blend.job import Kind, share_of_layer
 from impress_sglang.blend.plugin.steps import (
     BlendSteps,
-    BlockSize,
     attention_at,
     check_blended,
 )
@@ -74,7 +73,7 @@ def blend(
         size,
         lambda _: None,
     )
-    steps.size.tokens = size
+    steps.block_tokens = size
     while not steps.step(job):
         assert not has_forward_context(), "a pass of SGLang's would take it for its own"
     found = [(pool.keys[layer][row], pool.values[layer][row]) for layer in range(LAYERS)]
@@ -131,23 +130,20 @@ def test_reuse_as_is_runs_no_model() -> None:
 
 
 def test_blocks_take_no_longer_than_a_chunk() -> None:
-    size = BlockSize(2048)
-    assert size.tokens == 512
-    size.note(512, 0.1, None)
-    assert size.tokens == 1024
-    for _ in range(3):
-        size.note(size.tokens, 0.1, 0.5)
-    assert size.tokens == 2048
-    size.note(2048, 1.0, 0.5)
-    assert size.tokens == 1024
-    size.note(1024, 0.4, 0.5)
-    assert size.tokens == 1024, "it fits, but not twice as much"
-    size.note(10, 0.1, 0.5)
-    assert size.tokens == 1024, "so few tokens say nothing"
-    for _ in range(9):
-        size.note(size.tokens, 1.0, 0.1)
-    assert size.tokens == 32
-    assert BlockSize(16).tokens == 16
+    nothing: Any = None
+    steps = [BlendSteps(*5 * [nothing], most, nothing) for most in (2048, 16)]
+    assert [own.block_tokens for own in steps] == [512, 16]
+    for tokens, seconds, most, expected in (
+        (512, 0.1, None, 1024),
+        (1024, 0.1, 0.5, 2048),
+        (2048, 0.1, 0.5, 2048),
+        (2048, 1.0, 0.5, 1024),
+        (1024, 0.4, 0.5, 1024),  # it fits, but not twice as much
+        (10, 0.1, 0.5, 1024),  # so few tokens say nothing
+        *((own, 1.0, 0.1, max(own // 10, 32)) for own in (1024, 102, 32)),
+    ):
+        steps[0].note_block(tokens, seconds, most)
+        assert steps[0].block_tokens == expected
 
 
 @pytest.mark.parametrize("size", [1, 40, 256, 1000])

@@ -2,8 +2,8 @@
 
 What is stored of the prefix is in the job's slots already (`blend.job`). SGLang's model is
 run layer by layer over fewer and fewer tokens of a block, as in its split prefill, and rows are
-dropped between layers by SGLang's own handoff of the residual. Its layers attend by an object of
-ours, which SGLang's forward context names meanwhile; keys and values are written into the job's
+dropped between layers by SGLang's own handoff of the residual. SGLang's forward context names by
+what its layers attend meanwhile; keys and values are written into the job's
 slots, beside those restored there.
 
 A block occupies the scheduler's thread, and takes the device memory of its activations. It has at
@@ -31,7 +31,13 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from impress_sglang.blend.job import CHECKED_LAYERS, BlendJob, Kind, share_of_layer
+from impress_sglang.blend.job import (
+    CHECKED_LAYERS,
+    BlendJob,
+    Kind,
+    computed_again,
+    share_of_layer,
+)
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.loops.types import Indices
 from impress_sglang.plugin.factory import rotation_of
@@ -72,26 +78,98 @@ class BlockComputed(Exception):
     """The KVs of a block are there: leaves the model before the rest of the last layer."""
 
 
-class BlendBlock(AttentionBackend):
-    """What the model's layers attend by while a block is computed, each token over all up to it."""
+class BlendSteps(AttentionBackend):
+    """Computes what is to be computed of blend jobs, block by block; on the scheduler's thread.
+
+    While it does, the model's layers attend by it, each token over all up to its own.
+    """
 
     def __init__(
-        self, job: BlendJob, pool: Any, layers: Layers, num_layers: int, rows: Indices
+        self,
+        model: Any,
+        pool: Any,
+        layers: Layers,
+        num_layers: int,
+        forward_stream: Any,
+        most_tokens: int,
+        most_seconds: Callable[[int], float | None],
     ) -> None:
-        """`rows`: int64 [n], ascending, the tokens of the prompt that are computed.
+        """`layers` are the pools of SGLang's `model`, without waiting for any; `pool` is SGLang's,
+        for whatever asks the backend for it.
 
-        `pool`: SGLang's KV pool, for whatever asks the backend for it.
+        `forward_stream`: on which passes run; None without an accelerator. A block has at most
+        `most_tokens`; `most_seconds` returns how long it may take behind so many tokens, if known.
         """
-        assert job.row is not None
-        self.job = job
         self.token_to_kv_pool = pool
-        self.start, self.stop = int(rows[0]), int(rows[-1]) + 1
-        self.rows = self.next_rows = rows
-        self._layers = layers
-        self._num_layers = num_layers
-        self._row = job.row
-        kinds = job.kinds[self.start - job.start : self.stop - job.start]
+        self._model, self._layers, self._num_layers = model, layers, num_layers
+        self._stream, self._most_seconds = forward_stream, most_seconds
+        self._most = most = min(most_tokens, BLOCK_TOKENS)
+        self.block_tokens = max(int(FIRST_SHARE * most), min(LEAST_TOKENS, most))
+        """How many tokens a block has, so that it takes no longer than a chunk of prefill."""
+
+    def step(self, job: BlendJob) -> bool:
+        """Compute the next block of a job, all layers of it; returns whether that was the last."""
+        rows = self._next_rows(job)
+        if len(rows):
+            began = time.perf_counter()
+            waiting = self._compute(job, rows)
+            seconds = time.perf_counter() - began - waiting
+            job.spent += seconds
+            job.position = int(rows[-1]) + 1
+            self.note_block(len(rows), seconds, self._most_seconds(job.position))
+            rows = self._next_rows(job)
+        return not len(rows)
+
+    def note_block(self, tokens: int, seconds: float, most_seconds: float | None) -> None:
+        """Note that a block took `seconds`, and how long it may take, if that is known."""
+        if most_seconds is not None and seconds > most_seconds:
+            fewer = int(min(tokens, self.block_tokens) * most_seconds / seconds)
+            self.block_tokens = max(fewer, min(LEAST_TOKENS, self._most))
+        elif tokens >= self.block_tokens and (most_seconds is None or 2 * seconds <= most_seconds):
+            self.block_tokens = min(2 * self.block_tokens, self._most)
+
+    def _next_rows(self, job: BlendJob) -> Indices:
+        """Positions of the next tokens that are computed, those of a block."""
+        kinds = job.kinds[job.position - job.start :]
+        computed = kinds != Kind.KEPT if job.share else kinds == Kind.COMPUTED
+        return job.position + np.flatnonzero(computed)[: self.block_tokens]
+
+    def _compute(self, job: BlendJob, rows: Indices) -> float:
+        """Compute a block; returns the seconds in which the device did other work before."""
+        if self._stream is None or job.row is None or not job.row.is_cuda:
+            self._run(job, rows)
+            return 0.0
+        # Behind the pass that is in flight, and before the next one.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        before = time.perf_counter()
+        with torch.cuda.stream(self._stream):
+            torch.cuda.current_stream().synchronize()
+            waiting = time.perf_counter() - before
+            self._run(job, rows)
+            torch.cuda.current_stream().synchronize()
+        return waiting
+
+    def _run(self, job: BlendJob, rows: Indices) -> None:
+        """Run the model over rows int64 [n], ascending, of the prompt of a job."""
+        device, start = self._layers(0)[0].device, int(rows[0])
+        self._job, self._rows, self._stop = job, rows, int(rows[-1]) + 1
+        kinds = job.kinds[start - job.start : self._stop - job.start]
         self._reused = int(np.count_nonzero(kinds == Kind.REUSED))
+        batch = block_batch(torch.from_numpy(job.tokens[rows]).to(device, torch.int64), start)
+        batch.positions = torch.from_numpy(rows).to(device)
+        for layer in range(self._num_layers):
+            try:
+                with torch.no_grad(), forward_context(ForwardContext(attn_backend=self)):
+                    self._model.forward_split_prefill(
+                        batch.input_ids, batch.positions, batch, (layer, layer + 1)
+                    )
+            except BlockComputed:
+                return
+            if not self._going_on.any():
+                return
+            if not self._going_on.all():
+                batch = _with_rows(batch, torch.from_numpy(self._going_on).to(device), start)
+                self._rows = self._rows[self._going_on]
 
     def forward(
         self,
@@ -110,141 +188,33 @@ class BlendBlock(AttentionBackend):
         """
         if k is None or v is None:
             raise UnsupportedError("this model keeps no new keys outside of the pool")
-        index, job = layer.layer_id, self.job
-        job.token_layers += len(self.rows)
+        index, job, rows = layer.layer_id, self._job, self._rows
+        assert job.row is not None
+        job.token_layers += len(rows)
         keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
         values = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
         key_pool, value_pool = self._layers(index)
-        slots = self._row[torch.from_numpy(self.rows).to(self._row.device)]
-        self.next_rows = self.rows
+        slots = job.row[torch.from_numpy(rows).to(job.row.device)]
+        going_on = np.ones(len(rows), np.bool_)
         if job.share and index >= CHECKED_LAYERS - 1:
-            self._drop(index, keys, values, key_pool[slots], value_pool[slots])
+            deviation = _squares(keys - key_pool[slots]) + _squares(values - value_pool[slots])
+            reused = job.kinds[rows - job.start] == Kind.REUSED
+            count = round(share_of_layer(job.share, index + 1, self._num_layers) * self._reused)
+            going_on = computed_again(reused, deviation.cpu().numpy(), count)
+        self._going_on = going_on
         key_pool[slots] = keys.to(key_pool.dtype)
         value_pool[slots] = values.to(value_pool.dtype)
         if index == self._num_layers - 1:
             raise BlockComputed
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        going_on = torch.from_numpy(np.isin(self.rows, self.next_rows)).to(q.device)
         output = queries.new_zeros(len(queries), layer.tp_q_head_num, layer.v_head_dim)
-        if len(self.next_rows):
-            seen, places = self._row[: self.stop], torch.from_numpy(self.next_rows).to(q.device)
-            output[going_on] = attention_at(
-                places, queries[going_on], key_pool[seen], value_pool[seen], layer.scaling
+        if going_on.any():
+            seen, places = job.row[: self._stop], torch.from_numpy(rows[going_on]).to(q.device)
+            mask = torch.from_numpy(going_on).to(q.device)
+            output[mask] = attention_at(
+                places, queries[mask], key_pool[seen], value_pool[seen], layer.scaling
             )
         return output.reshape(len(queries), -1)
-
-    def _drop(
-        self, index: int, keys: Tensor, values: Tensor, old_keys: Tensor, old_values: Tensor
-    ) -> None:
-        """Keep, for the next layer, the reused tokens that deviate most and all other tokens."""
-        reused = self.job.kinds[self.rows - self.job.start] == Kind.REUSED
-        share = share_of_layer(self.job.share, index + 1, self._num_layers)
-        count = min(round(share * self._reused), int(reused.sum()))
-        deviation = (_squares(keys - old_keys) + _squares(values - old_values)).cpu().numpy()
-        kept = ~reused
-        # Tokens that are not reused have -1 and sort first; the most deviant sort last.
-        kept[np.argsort(np.where(reused, deviation, -1.0))[len(kept) - count :]] = True
-        self.next_rows = self.rows[kept]
-
-
-class BlockSize:
-    """How many tokens a block has, so that it takes no longer than a chunk of prefill."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self.tokens = max(int(FIRST_SHARE * most), min(LEAST_TOKENS, most))
-
-    def note(self, tokens: int, seconds: float, most_seconds: float | None) -> None:
-        """Note that a block took `seconds`, and how long it may take, if that is known."""
-        least = min(LEAST_TOKENS, self._most)
-        if most_seconds is not None and seconds > most_seconds:
-            fewer = int(min(tokens, self.tokens) * most_seconds / seconds)
-            self.tokens = max(fewer, least)
-        elif tokens >= self.tokens and (most_seconds is None or 2 * seconds <= most_seconds):
-            self.tokens = min(2 * self.tokens, self._most)
-
-
-class BlendSteps:
-    """Computes what is to be computed of blend jobs, block by block; on the scheduler's thread."""
-
-    def __init__(
-        self,
-        model: Any,
-        pool: Any,
-        layers: Layers,
-        num_layers: int,
-        forward_stream: Any,
-        most_tokens: int,
-        most_seconds: Callable[[int], float | None],
-    ) -> None:
-        """`layers` are the pools of SGLang's `model`, without waiting for any.
-
-        `forward_stream`: on which passes run; None without an accelerator. A block has at most
-        `most_tokens`; `most_seconds` returns how long it may take behind so many tokens, if known.
-        """
-        self.size = BlockSize(min(most_tokens, BLOCK_TOKENS))
-        self._model = model
-        self._pool = pool
-        self._layers = layers
-        self._num_layers = num_layers
-        self._stream = forward_stream
-        self._most_seconds = most_seconds
-
-    def step(self, job: BlendJob) -> bool:
-        """Compute the next block of a job, all layers of it; returns whether that was the last."""
-        rows = self._next_rows(job)
-        if len(rows):
-            began = time.perf_counter()
-            waiting = self._compute(
-                BlendBlock(job, self._pool, self._layers, self._num_layers, rows)
-            )
-            seconds = time.perf_counter() - began
-            job.spent += seconds - waiting
-            job.position = int(rows[-1]) + 1
-            self.size.note(len(rows), seconds - waiting, self._most_seconds(job.position))
-            rows = self._next_rows(job)
-        return not len(rows)
-
-    def _next_rows(self, job: BlendJob) -> Indices:
-        """Positions of the next tokens that are computed, those of a block."""
-        kinds = job.kinds[job.position - job.start :]
-        computed = kinds != Kind.KEPT if job.share else kinds == Kind.COMPUTED
-        return job.position + np.flatnonzero(computed)[: self.size.tokens]
-
-    def _compute(self, block: BlendBlock) -> float:
-        """Compute a block; returns the seconds in which the device did other work before."""
-        if self._stream is None or block.job.row is None or not block.job.row.is_cuda:
-            self._run(block)
-            return 0.0
-        # Behind the pass that is in flight, and before the next one.
-        self._stream.wait_stream(torch.cuda.current_stream())
-        before = time.perf_counter()
-        with torch.cuda.stream(self._stream):
-            torch.cuda.current_stream().synchronize()
-            waiting = time.perf_counter() - before
-            self._run(block)
-            torch.cuda.current_stream().synchronize()
-        return waiting
-
-    def _run(self, block: BlendBlock) -> None:
-        device, context = self._layers(0)[0].device, ForwardContext(attn_backend=block)
-        tokens = torch.from_numpy(block.job.tokens[block.rows]).to(device, torch.int64)
-        batch = block_batch(tokens, block.start)
-        batch.positions = torch.from_numpy(block.rows).to(device)
-        for layer in range(self._num_layers):
-            if not len(block.rows):
-                return
-            try:
-                with torch.no_grad(), forward_context(context):
-                    self._model.forward_split_prefill(
-                        batch.input_ids, batch.positions, batch, (layer, layer + 1)
-                    )
-            except BlockComputed:
-                return
-            if len(block.next_rows) < len(block.rows):
-                kept = np.isin(block.rows, block.next_rows)
-                batch = _with_rows(batch, torch.from_numpy(kept).to(device), block.start)
-            block.rows = block.next_rows
 
 
 def attention_at(
