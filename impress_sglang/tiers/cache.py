@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.errors import ConfigError
-from impress_sglang.loops.types import Floats, Indices
+from impress_sglang.loops.types import Indices
 from impress_sglang.storage.files import AlignedMemory
 from impress_sglang.storage.layout import BLOCK_BYTES, round_up
 from impress_sglang.tiers.copying import CopyStream, Fence, PageCopier, pin_memory
@@ -99,12 +99,8 @@ class ChunkCache:
         ids = firsts[:, None] + np.arange(len(turns))
         self.placement.expect(ids.reshape(-1), np.tile(turns, len(firsts)))
 
-    def access(self, ids: Ids, shares: Floats) -> Access:
-        """See `Placement.access`; every access must be settled or abandoned before the next."""
-        return self.placement.access(ids, shares)
-
     def settle(self, access: Access, loaded: Ids, addresses: Indices) -> Fence | None:
-        """Carry out the moves; waits for nothing.
+        """Carry out the moves, before the next access; waits for nothing.
 
         On a GPU chunks move concurrently with the model, on a stream of their own. `loaded` int64
         [n] are the chunks that were read from SSD, each kept one once, and `addresses` where each

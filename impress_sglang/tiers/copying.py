@@ -19,10 +19,8 @@ from impress_sglang.loops import copies
 from impress_sglang.loops.types import Indices
 from impress_sglang.storage.files import AlignedMemory
 
-# Enough for several layers, so that nobody waits.
-RING_BYTES = 4 << 20
-# Beyond that, fences would be more than the numbers behind them.
-MOST_FENCES = 256
+# Enough for several layers, so that nobody waits, and most launches.
+MOST_TABLES, LEAST_NUMBERS = 256, 4096
 
 
 def pin_memory(memory: AlignedMemory) -> None:
@@ -101,71 +99,25 @@ class CopyStream:
             self._last_copy.order(torch.cuda.current_stream(self._stream.device))
 
 
-class Staging:
-    """A ring of pinned int64 numbers that the host leaves for a device; one thread uses it.
-
-    Allocating pinned memory for each launch, and copying it to the device, takes longer than most
-    launches. A kernel that looks at a number once reads it here, over the bus. Numbers last until
-    the fence of the next `protect`, which is called after the launch that reads them and before
-    others are taken.
-    """
-
-    def __init__(self, device: torch.device, num_bytes: int = RING_BYTES) -> None:
-        """Memory is taken when it is first needed."""
-        self._device, self._least = device, num_bytes // 8
-        self._ring = torch.empty(0, dtype=torch.int64)
-        self._numbers: Indices = self._ring.numpy()
-        # Counted from the beginning; numbers that were skipped at the end of the ring count.
-        self._taken = self._free = 0
-        self._read: deque[tuple[int, Fence]] = deque()
-
-    def take(self, count: int) -> tuple[Tensor, Indices]:
-        """`count` numbers, undefined: for the device, and the same memory for the host to fill."""
-        if count > len(self._ring):
-            while self._read:
-                self._wait()
-            more, pin = max(count, self._least), self._device.type == "cuda"
-            self._ring = torch.empty(more, dtype=torch.int64, pin_memory=pin)
-            self._numbers = self._ring.numpy()
-            self._taken = self._free = 0
-        size = len(self._ring)
-        first = self._taken % size if size else 0
-        if first + count > size:
-            self._taken += size - first
-            first = 0
-        self._taken += count
-        while self._read and self._taken - self._free > size:
-            self._wait()
-        return self._ring[first : first + count], self._numbers[first : first + count]
-
-    def protect(self, fence: Fence) -> None:
-        """Keep what was taken until a fence behind the launch that reads it."""
-        self._read.append((self._taken, fence))
-        if len(self._read) > MOST_FENCES:
-            self._wait()
-
-    def _wait(self) -> None:
-        """Wait until the oldest numbers were read."""
-        self._free, fence = self._read.popleft()
-        fence.wait()
-
-
 class PageCopier:
     """Copies pages of one size; no page that is read is written.
 
     A kernel copies from any memory that the device can read to any that it can write. It is
-    launched on the current stream; nothing is waited for.
+    launched on the current stream; nothing is waited for. It reads addresses over the bus, where
+    the host has put them: copying them to the device would take longer than most launches.
     """
 
     def __init__(self, page_bytes: int, device: torch.device, *, kernels: bool) -> None:
-        self._page_bytes, self._device = page_bytes, device
-        self._staging = Staging(device) if kernels else None
-        self._numbers: Indices = np.empty(0, np.int64)
+        self._page_bytes, self._device, self._kernels = page_bytes, device, kernels
+        self._table = torch.empty(0, dtype=torch.int64)
+        # Tables that launches read, which take long to allocate if they are pinned, the oldest
+        # first.
+        self._read: deque[tuple[Tensor, Fence]] = deque()
 
     @property
     def in_place(self) -> bool:
         """Whether who reads pages may as well read them where they are: all is on the host."""
-        return self._staging is None
+        return not self._kernels
 
     def copy(self, sources: Indices, targets: Indices) -> Fence:
         """Copy pages between addresses, int64 [n] each; returns a fence behind that."""
@@ -174,25 +126,32 @@ class PageCopier:
 
     def begin(self, count: int) -> Indices:
         """Begin to copy pages: int64 [2 * count], for the addresses of sources, then of targets."""
-        if self._staging is None:
-            self._numbers = np.empty(2 * count, np.int64)
-        else:
-            self._table, self._numbers = self._staging.take(2 * count)
-        return self._numbers
+        table = self._table[:0]
+        if self._read and (self._read[0][1].done or len(self._read) == MOST_TABLES):
+            table, fence = self._read.popleft()
+            fence.wait()
+        if len(table) < 2 * count:
+            size, pin = max(2 * count, LEAST_NUMBERS), self._device.type == "cuda"
+            table = torch.empty(size, dtype=torch.int64, pin_memory=pin)
+        self._table, self._count = table, count
+        numbers: Indices = table[: 2 * count].numpy()
+        return numbers
 
     def launch(self) -> Fence:
         """Copy what was begun; see `copy`."""
-        if self._staging is None:
-            half = len(self._numbers) // 2
-            copies.copy_pages(self._numbers[:half], self._numbers[half:], self._page_bytes)
-            return Fence(self._device)
-        # Imported only where it is used: Triton is not needed on a CPU.
-        from impress_sglang.triton import pages
+        table = self._table[: 2 * self._count]
+        numbers: Indices = table.numpy()
+        if self._kernels:
+            # Imported only where it is used: Triton is not needed on a CPU.
+            from impress_sglang.triton import pages
 
-        # The largest power of two that divides them all.
-        most = self._page_bytes | pages.WORD_BYTES
-        bits = int(np.bitwise_or.reduce(self._numbers, initial=most))
-        pages.copy_pages(self._table, self._page_bytes, bits & -bits)
+            # The largest power of two that divides them all.
+            most = self._page_bytes | pages.WORD_BYTES
+            bits = int(np.bitwise_or.reduce(numbers, initial=most))
+            pages.copy_pages(table, self._page_bytes, bits & -bits)
+        else:
+            sources, targets = numbers[: self._count], numbers[self._count :]
+            copies.copy_pages(sources, targets, self._page_bytes)
         fence = Fence(self._device)
-        self._staging.protect(fence)
+        self._read.append((self._table, fence))
         return fence

@@ -119,14 +119,6 @@ class IdRanges:
             self.starts = np.insert(self.starts, at, base)
             self.lengths = np.insert(self.lengths, at, stop - base)
 
-    def owned(self, size: int) -> npt.NDArray[np.bool_]:
-        """Which of the first `size` ids are handed out."""
-        found = np.ones(size, np.bool_)
-        for base, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True):
-            assert found[base : base + length].all()
-            found[base : base + length] = False
-        return found
-
     def _delete(self, at: int) -> None:
         self.starts, self.lengths = np.delete(self.starts, at), np.delete(self.lengths, at)
 
@@ -166,12 +158,13 @@ class Placement:
             capacity=capacity,
             heaps=Heaps(members, noted, np.zeros(2, np.int64), places, self._rule.priorities),
         )
+        for row, count in zip(self._caches.following, capacity.tolist(), strict=True):
+            row[:count] = np.arange(1, 1 + count)
         displaced, dropped = np.zeros((2, width), np.int64)
         sizes = np.zeros(2, np.int64)
         self._journal = Journal(_NO_PAGES, _NO_TIERS, _NO_PAGES, sizes, none, displaced, dropped)
         self._ids = IdRanges()
         self._grow(max(_FIRST_CHUNKS, host_pages + device_pages))
-        self._touch_tables()
 
     @property
     def enabled(self) -> bool:
@@ -302,40 +295,6 @@ class Placement:
             ),
         )
         self._journal = self._journal._replace(marks=grown(self._journal.marks, size))
-
-    @locked
-    def check_integrity(self) -> None:
-        """Check that pages, tiers and heaps agree."""
-        caches, heaps, priorities = self._caches, self._caches.heaps, self._rule.priorities
-        assert heaps.priorities is priorities
-        for tier in CACHES:
-            row, members = tier - 1, np.flatnonzero(caches.tiers == tier)
-            assert np.array_equal(np.sort(heaps.members[row, 1 : 1 + heaps.sizes[row]]), members)
-            self.check_members(tier, 0, len(members))
-            pages, page = self._pages_of(members).tolist(), int(caches.first_free[row])
-            for _ in range(int(caches.free[row])):
-                pages.append(page)
-                page = int(caches.following[row, page])
-            assert sorted(pages) == list(range(self.capacity[tier]))
-        assert not heaps.places[caches.tiers == _SSD].any()
-        assert not self._journal.marks.any()
-        owned = self._ids.owned(len(caches.tiers))
-        assert not caches.tiers[~owned].any(), "a chunk without an owner is cached"
-        assert not priorities[~owned].any()
-
-    def _touch_tables(self) -> None:
-        """Write to all of the tables once, so that no request waits for their memory later.
-
-        There are entries for as many chunks as can be cached; the lowest ids are used first.
-        """
-        caches, heaps, marks = self._caches, self._caches.heaps, self._journal.marks
-        self._rule.forget(0, len(caches.tiers))
-        for table in (caches.tiers, caches.num_pages, caches.first, heaps.places, marks):
-            table[:] = 0
-        for row, own in enumerate(caches.capacity.tolist()):
-            caches.following[row, :own] = np.arange(1, 1 + own)
-            for places in (heaps.members, heaps.noted):
-                places[row, : 1 + own] = 0
 
     @locked
     def check_members(self, tier: int, first: int, most: int) -> bool:

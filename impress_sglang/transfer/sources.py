@@ -192,7 +192,7 @@ class StoredSource(abc.ABC):
         self._begin(layer)
         ids = [own.chunks + self._first_id(layer, number) for number, own in wanted.items()]
         shares = np.concatenate([own.shares for own in wanted.values()])
-        access = self._cache.access(np.concatenate(ids), shares)
+        access = self._cache.placement.access(np.concatenate(ids), shares)
         try:
             parts, start, page = [], 0, 0
             for (number, own), found in zip(wanted.items(), ids, strict=True):

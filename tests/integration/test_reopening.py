@@ -141,7 +141,7 @@ def test_the_next_store_has_the_memory_of_the_last(
     before = world.service.store.cache
     pages, pool = before.pages, world.service._memory.pool
     ids = before.placement.attach(chunk_pages(SegmentLayout(SHAPE, 8, 16, 4096), codes=False))
-    before.access(np.array([ids]), np.ones(1))
+    before.placement.access(np.array([ids]), np.ones(1))
     monkeypatch.setattr(StoreMemory, "allocate", refuse)
     assert world.call("update_weights_from_disk").success and world.used()
     after = world.service.store.cache

@@ -22,6 +22,7 @@ from impress_sglang.transfer.buffers import BufferPool, Tenant
 from impress_sglang.transfer.sources import OpenSpan, ReadStats
 from tests.unit import kv_factory as kv
 from tests.unit.reading import read_rows
+from tests.unit.store_checks import check_placement
 
 BLOCK = 4096
 CUT_ROWS = kv.make_shape(query_heads=3, kv_heads=3, key_dim=128, value_dim=160, probe=(1,))
@@ -184,7 +185,7 @@ class Case:
         for kind, rows in found.items():
             self.check_rows(rows, layer, kind, tokens)
         if self.cache is not None:
-            self.cache.placement.check_integrity()
+            check_placement(self.cache.placement)
         return found
 
     def check_rows(self, rows: Tensor, layer: int, kind: str, tokens: Tensor | None = None) -> None:
@@ -238,7 +239,7 @@ class Case:
         self.close()
         for segment, _, base in self.spans:
             self.cache.placement.detach(base, segment.layout.first_chunks[False][-1])
-        self.cache.placement.check_integrity()
+        check_placement(self.cache.placement)
         again = [
             kv.open_span(path, self.cache, part.start, part.stop)
             for path, part in zip(reversed(self.paths), reversed(self.parts), strict=True)

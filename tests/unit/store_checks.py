@@ -7,12 +7,14 @@ from collections import Counter
 
 import numpy as np
 
+from impress_sglang.loops.types import Flags
 from impress_sglang.store.content import ContentIndex
 from impress_sglang.store.eviction_order import EvictionOrder
 from impress_sglang.store.lookahead import LookAhead
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState, StoredSegment
 from impress_sglang.store.tree import StoredTree
+from impress_sglang.tiers.placement import CACHES, IdRanges, Placement, Tier
 
 
 def check_store(store: PrefixStore) -> None:
@@ -28,7 +30,37 @@ def check_store(store: PrefixStore) -> None:
     for name, own in opened.items():
         assert own.readers > 0 and own.retired == (name not in names)
     assert store.segments._ids.keys() <= names | opened.keys()
-    store.cache.placement.check_integrity()
+    check_placement(store.cache.placement)
+
+
+def check_placement(placement: Placement) -> None:
+    """Pages, tiers and heaps agree; others may use it meanwhile."""
+    with placement._lock:
+        caches, heaps = placement._caches, placement._caches.heaps
+        assert heaps.priorities is placement._rule.priorities
+        for tier in CACHES:
+            row, members = tier - 1, np.flatnonzero(caches.tiers == tier)
+            assert np.array_equal(np.sort(heaps.members[row, 1 : 1 + heaps.sizes[row]]), members)
+            placement.check_members(tier, 0, len(members))
+            pages, page = placement._pages_of(members).tolist(), int(caches.first_free[row])
+            for _ in range(int(caches.free[row])):
+                pages.append(page)
+                page = int(caches.following[row, page])
+            assert sorted(pages) == list(range(placement.capacity[tier]))
+        assert not heaps.places[caches.tiers == Tier.SSD].any()
+        assert not placement._journal.marks.any()
+        owned = owned_ids(placement._ids, len(caches.tiers))
+        assert not caches.tiers[~owned].any(), "a chunk without an owner is cached"
+        assert not heaps.priorities[~owned].any()
+
+
+def owned_ids(ids: IdRanges, size: int) -> Flags:
+    """Which of the first `size` ids are handed out."""
+    found = np.ones(size, np.bool_)
+    for base, length in zip(ids.starts.tolist(), ids.lengths.tolist(), strict=True):
+        assert found[base : base + length].all()
+        found[base : base + length] = False
+    return found
 
 
 def check_tree(tree: StoredTree) -> None:

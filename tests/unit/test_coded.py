@@ -19,6 +19,7 @@ from impress_sglang.transfer.filling import fill
 from impress_sglang.transfer.sources import OpenSpan
 from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart
 from tests.unit.kv_factory import make_shape
+from tests.unit.store_checks import check_placement
 from tests.unit.waiting import wait_until
 
 Coded = Callable[..., CodedCase]
@@ -74,7 +75,7 @@ def test_caches_give_what_the_drive_gave(device_pages: int, host_pages: int, cod
         for layer in range(SHAPE.num_layers):
             case.load(layer)
             case.check(layer)
-            case.cache.placement.check_integrity()
+            check_placement(case.cache.placement)
         case.source.close()
         stats = case.source.stats
         case.request()
@@ -164,4 +165,4 @@ def test_random_requests(seed: int, coded: Coded, monkeypatch: pytest.MonkeyPatc
     assert read == sum(source.stats.ssd_bytes for source in sources)
     case.pool._collect()
     assert not (case.pool.used_bytes or case.pool._draining or case.pool._open)
-    case.cache.placement.check_integrity()
+    check_placement(case.cache.placement)

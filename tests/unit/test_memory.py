@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,11 +18,13 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ConfigError
 from impress_sglang.store import memory as memory_module
 from impress_sglang.store.memory import MARGIN_BYTES, StoreMemory, available_bytes
+from impress_sglang.tiers import copying
 from impress_sglang.tiers.cache import ChunkCache
-from impress_sglang.tiers.copying import CopyStream, Fence, Staging
+from impress_sglang.tiers.copying import CopyStream, Fence, PageCopier
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import LeastRecentlyUsed
 from tests.unit.kv_factory import make_shape
+from tests.unit.store_checks import check_placement
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -112,13 +115,13 @@ def load_all(cache: ChunkCache, chunks: Tensor) -> list[int]:
     """Access chunks of a page each, whose ids begin at 0; the tiers in which they were found."""
     ids = np.arange(len(chunks))
     cache.placement.advance()
-    found = cache.access(ids, np.ones(len(ids)))
+    found = cache.placement.access(ids, np.ones(len(ids)))
     for chunk in np.flatnonzero(found.tiers != Tier.SSD):
         pages = cache.pages[found.tiers[chunk]]
         assert torch.equal(pages[found.pages[chunk]], chunks[chunk])
     read = chunks.data_ptr() + ids[found.kept] * chunks.shape[1]
     cache.settle(found, ids[found.kept], read)
-    cache.placement.check_integrity()
+    check_placement(cache.placement)
     tiers: list[int] = found.tiers.tolist()
     return tiers
 
@@ -144,31 +147,36 @@ def test_an_emptied_cache_has_the_pages_and_no_chunks() -> None:
 
 
 class Reading(Fence):
-    """A launch that reads numbers when somebody waits for it, no earlier."""
+    """A launch that reads its addresses when somebody waits for it, or when it is done."""
 
-    def __init__(self, numbers: Tensor, expected: int) -> None:
+    def __init__(self, numbers: np.ndarray, *, done: bool) -> None:
         super().__init__(CPU)
-        self._numbers, self._expected = numbers, expected
-        self.read = False
+        self._numbers, self._expected, self._done = numbers, numbers.copy(), done
+
+    @property
+    def done(self) -> bool:
+        return self._done
 
     def wait(self) -> None:
         assert (self._numbers == self._expected).all()
-        self.read = True
 
 
-@given(st.lists(st.integers(0, 12), max_size=60), st.integers(1, 20))
-def test_numbers_stay_until_they_are_read(counts: list[int], size: int) -> None:
-    staging, readings = Staging(CPU, 8 * size), []
-    for number, count in enumerate(counts):
-        staged, own = staging.take(count)
-        assert staged.shape == own.shape == (count,)
-        own[:] = number
-        readings.append(Reading(staged, number))
-        staging.protect(readings[-1])
-    # Those that nobody had to wait for are still there.
-    for reading in readings:
-        if not reading.read:
-            reading.wait()
+@given(st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=60), st.integers(1, 20))
+def test_addresses_stay_until_they_are_read(steps: list[tuple[int, bool]], least: int) -> None:
+    """Tables are used again, and there are no more than may be."""
+    copier, readings, pages = PageCopier(8, CPU, kernels=False), list[Reading](), mock.Mock()
+    limits = {"MOST_TABLES": 5, "LEAST_NUMBERS": least}
+    with mock.patch.multiple(copying, copies=pages, **limits):
+        for number, (count, done) in enumerate(steps):
+            numbers = copier.begin(count)
+            assert numbers.shape == (2 * count,)
+            numbers[:] = number
+            with mock.patch.object(copying, "Fence", lambda _: readings[-1]):
+                readings.append(Reading(numbers, done=done))
+                assert copier.launch() is readings[-1]
+            assert len(copier._read) <= 5
+    for _, fence in copier._read:
+        fence.wait()
 
 
 CUDA = torch.device("cuda")

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from impress_sglang.loops.types import Floats
 from impress_sglang.tiers.placement import CACHES, Access, IdRanges, Placement, Tier
 from impress_sglang.tiers.rules import Ids, ReplacementRule, grown
+from tests.unit.store_checks import check_placement, owned_ids
 
 HOST, DEVICE = Tier.HOST, Tier.DEVICE
 # Of a share that is 1.
@@ -47,7 +48,7 @@ class Bench:
         found = self.placement.access(
             np.array(list(worths), np.int64), np.array(list(worths.values()))
         )
-        self.placement.check_integrity()
+        check_placement(self.placement)
         return found
 
     def fill(self, *worths: float) -> None:
@@ -103,7 +104,7 @@ def test_an_equal_priority_does_not_beat(chunk: int, worth: float) -> None:
 
 def expect(bench: Bench, turns: dict[int, int]) -> None:
     bench.placement.expect(np.array(list(turns)), np.array(list(turns.values())))
-    bench.placement.check_integrity()
+    check_placement(bench.placement)
 
 
 def test_an_id_that_is_given_to_another_chunk_is_not_awaited() -> None:
@@ -159,12 +160,12 @@ DAMAGE: dict[str, Damage] = {
 def test_damage_is_noticed(damage: str) -> None:
     bench = equal_chunks(3, 3)
     bench.fill(9, 8, 7, 6)
-    bench.placement.check_integrity()
+    check_placement(bench.placement)
 
     DAMAGE[damage](bench.placement)
 
     with pytest.raises(AssertionError):
-        bench.placement.check_integrity()
+        check_placement(bench.placement)
 
 
 WIDTH = 3
@@ -326,7 +327,7 @@ class PlacementMachine(RuleBasedStateMachine):
 
     @invariant()
     def same_chunks_in_the_same_caches(self) -> None:
-        self.placement.check_integrity()
+        check_placement(self.placement)
         for tier in CACHES:
             members = self.model.members[tier]
             assert {name for name, place in self.places.items() if place[0] == tier} == members
@@ -382,6 +383,6 @@ def test_the_lowest_range_that_fits_is_taken(
             base, size = ranges.pop(data.draw(st.integers(0, len(ranges) - 1)))
             ids.give(base, size)
             model.taken -= set(range(base, base + size))
-        assert set(np.flatnonzero(ids.owned(400)).tolist()) == model.taken
+        assert set(np.flatnonzero(owned_ids(ids, 400)).tolist()) == model.taken
         # As few gaps as possible.
         assert (ids.starts[:-1] + ids.lengths[:-1] < ids.starts[1:]).all()

@@ -34,6 +34,7 @@ from tests.unit.source_factory import (
     random_tokens,
 )
 from tests.unit.step_engine import counting, reading, stepping
+from tests.unit.store_checks import check_placement
 
 MIB = 1 << 20
 
@@ -212,7 +213,7 @@ class Requests:
                 elif step == "read":
                     self.read(source)
             assert self.case.cache is not None
-            self.case.cache.placement.check_integrity()
+            check_placement(self.case.cache.placement)
         self.close(*self.live)
         if self.wrong is not None:
             flip_byte(*self.wrong)
