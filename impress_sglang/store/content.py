@@ -2,8 +2,7 @@
 
 A segment's tokens are cut into windows of 64 from its start on. All windows of a prompt are looked
 up in a dictionary; around one that is known, the run of equal tokens is found, both ways. So stored
-text of at least 127 tokens is found wherever it is in a prompt.
-A hash alone decides nothing, and each namespace has its own hash seed.
+text of at least 127 tokens is found wherever it is in a prompt. A hash alone decides nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy as np
 from impress_sglang.loops.types import Flags, Indices
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.storage.segment import Tokens, common_prefix_len
-from impress_sglang.store.prefix_hashes import Hashes, PrefixHashes
+from impress_sglang.store.prefix_hashes import PrefixHashes
 from impress_sglang.store.stored import StoredSegment, StoredSpan
 
 WINDOW_TOKENS = 64
@@ -28,8 +27,8 @@ SAME_WINDOWS = 4
 # A value is the number of a segment and, in these lower bits, that of a window.
 _WINDOW_BITS = 32
 _WINDOW_MASK = (1 << _WINDOW_BITS) - 1
-# Each window may have a mark of its own among so many: of others, few are looked up in vain.
-_MARKS_EACH = 32
+# Windows are counted by so many lower bits of their keys.
+_COUNTED = np.uint64((1 << 20) - 1)
 # So many tokens are compared at first.
 _FIRST_COMPARED = 256
 
@@ -88,10 +87,8 @@ class ContentIndex:
         # Nearly all windows have a key of their own: the values of others are in `_more`.
         self._first: dict[int, int] = {}
         self._more: dict[int, dict[int, None]] = {}
-        # By the lower bits of keys, whether any window has them: asked of all places of a prompt at
-        # once. Marks of windows that are gone stay for a while; so many were made.
-        self._marks: Flags = np.zeros(1 << 12, np.bool_)
-        self._marked = 0
+        # Of few windows that are not known the key is looked up: this is asked of all at once.
+        self._counts = np.zeros(int(_COUNTED) + 1, np.int32)
 
     def __len__(self) -> int:
         """How many windows can be found."""
@@ -103,16 +100,15 @@ class ContentIndex:
             return
         self._last_number = number = self._last_number + 1
         self._segments[number], self._numbers[segment] = segment, number
-        for value, key in self._windows_of(segment, number):
+        for value, key in self._windows_of(segment, number, 1):
             if self._first.setdefault(key, value) != value:
                 self._more.setdefault(key, {})[value] = None
-        self._mark(self._keys_of(segment))
 
     def discard(self, segment: StoredSegment) -> None:
         """Forget a segment, if it is there."""
         if (number := self._numbers.pop(segment, None)) is None:
             return
-        for value, key in self._windows_of(segment, number):
+        for value, key in self._windows_of(segment, number, -1):
             more = self._more.get(key, {})
             if self._first[key] != value:
                 del more[value]
@@ -132,20 +128,13 @@ class ContentIndex:
 
         A run extends until the segment ends or the tokens differ, in both directions; where several
         segments have a window, the longest run is taken. The time is linear in the tokens scanned,
-        whatever they are.
-
-        Args:
-            namespace: namespace of the prompt, as segments have it.
-            tokens: tokens of the prompt.
-            start: where to begin.
-            only_ready: leave out segments that cannot be read now.
+        whatever they are. `only_ready`: leave out segments that cannot be read now.
         """
         keys = self._hashes.all_windows(namespace, tokens[start:], WINDOW_TOKENS)
-        marked = np.flatnonzero(self._marks[self._places(keys)])
-        runs: list[Run] = []
+        likely = np.flatnonzero(self._counts[keys & _COUNTED])
+        runs, vain = list[Run](), 0
         first = position = start
-        vain = 0
-        for at, key in zip((marked + start).tolist(), keys[marked].tolist(), strict=True):
+        for at, key in zip((likely + start).tolist(), keys[likely].tolist(), strict=True):
             if at < position or key not in self._first:
                 continue
             run = self._longest(namespace, tokens, first, at, key, only_ready)
@@ -161,7 +150,6 @@ class ContentIndex:
     def _longest(
         self, namespace: str, tokens: Tokens, first: int, position: int, key: int, only_ready: bool
     ) -> Run | None:
-        """The longest run around a window with this key; not before `first`."""
         best: Run | None = None
         now = time.time()
         same = itertools.chain([self._first[key]], self._more.get(key, ()))
@@ -179,27 +167,14 @@ class ContentIndex:
                 best = Run(position - before, span)
         return best
 
-    def _windows_of(self, segment: StoredSegment, number: int) -> Sequence[tuple[int, int]]:
-        """Values and keys of the windows of a segment with this number."""
-        keys = self._keys_of(segment).tolist()
-        return [((number << _WINDOW_BITS) + window, key) for window, key in enumerate(keys)]
-
-    def _keys_of(self, segment: StoredSegment) -> Hashes:
+    def _windows_of(
+        self, segment: StoredSegment, number: int, more: int = 0
+    ) -> list[tuple[int, int]]:
+        """Values and keys of the windows of a segment with this number; each is counted `more`."""
         info = segment.info
-        return self._hashes.apart_windows(info.namespace, info.tokens, WINDOW_TOKENS)
-
-    def _mark(self, keys: Hashes) -> None:
-        """Mark windows that were added."""
-        self._marked += len(keys)
-        if self._marked * _MARKS_EACH > len(self._marks):
-            # Anew, without those that are gone.
-            keys = np.fromiter(self._first, np.uint64)
-            size = 2 * _MARKS_EACH * len(keys)
-            self._marks, self._marked = np.zeros(1 << size.bit_length(), np.bool_), len(keys)
-        self._marks[self._places(keys)] = True
-
-    def _places(self, keys: Hashes) -> Indices:
-        return (keys & np.uint64(len(self._marks) - 1)).astype(np.int64)
+        keys = self._hashes.all_windows(info.namespace, info.tokens, WINDOW_TOKENS)[::WINDOW_TOKENS]
+        np.add.at(self._counts, keys & _COUNTED, more)
+        return [((number << _WINDOW_BITS) + at, key) for at, key in enumerate(keys.tolist())]
 
 
 def _equal(left: Tokens, right: Tokens) -> int:

@@ -114,8 +114,8 @@ def check_content(index: ContentIndex) -> None:
     more = [(value, key) for key, own in index._more.items() for value in own]
     found = [*((value, key) for key, value in index._first.items()), *more]
     assert len(set(found)) == len(found) and set(found) == there
+    assert index._counts.sum() == len(found)
     assert all(index._more.values()) and index._more.keys() <= index._first.keys()
-    assert index._marks[index._places(np.fromiter(index._first, np.uint64))].all()
 
 
 def check_lookahead(lookahead: LookAhead) -> None:

@@ -92,11 +92,7 @@ def test_equal_hashes_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def same(own: PrefixHashes, namespace: str, tokens: Tokens, length: int) -> Hashes:
         return np.zeros(max(len(tokens) - length + 1, 0), np.uint64)
 
-    def same_apart(own: PrefixHashes, namespace: str, tokens: Tokens, length: int) -> Hashes:
-        return np.zeros(len(tokens) // length, np.uint64)
-
     monkeypatch.setattr(PrefixHashes, "all_windows", same)
-    monkeypatch.setattr(PrefixHashes, "apart_windows", same_apart)
     index = index_of(stored_segment("s", text(1, 200)))
     assert find(index, as_tokens(text(2, 300))) == ()
     run = [*text(3, 10), *text(1, 200)[64:192], 5000]
@@ -119,16 +115,6 @@ def test_what_is_everywhere_is_found_until_the_last_of_it_is_gone(order: int) ->
         index.discard(segment)
         check_content(index)
     assert len(index) == 0 and not find(index, as_tokens(boilerplate))
-
-
-def test_marks_of_what_is_gone_go() -> None:
-    """However many segments came and went: marks take the memory of those that are there."""
-    index = ContentIndex()
-    for number in range(400):
-        segment = stored_segment("s", text(number, 640))
-        index.add(segment)
-        index.discard(segment)
-    assert len(index._marks) <= 1 << 12 and index._marks.mean() < 0.1
 
 
 @pytest.mark.parametrize("state", [SegmentState.READY, SegmentState.PENDING])
