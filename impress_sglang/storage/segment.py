@@ -319,8 +319,6 @@ class OpenSegment:
         self.sinks, self.fits = header.sinks, header.fits
         self.readers = 0
         """How many read from it, of those that share it."""
-        self.retired = False
-        """Whether its segment has left the store, or has another file."""
         self.reader: Any = None
         """The `BlockReader` of its blocks; None: that of the drive."""
         with reading(self.segment_id):

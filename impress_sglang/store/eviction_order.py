@@ -24,7 +24,7 @@ class EvictionOrder:
     """
 
     def __init__(self, ttl: float = 0.0) -> None:
-        """`ttl`: see `StoredTree`."""
+        """`ttl`: in how many seconds segments expire that have no shorter time; 0: never."""
         self._ttl = ttl
         # By namespace, None for all of them, and by level.
         self._orders: dict[tuple[str | None, Priority], OrderedDict[StoredSegment, None]] = (
@@ -33,9 +33,8 @@ class EvictionOrder:
         self._changed: dict[StoredSegment, None] = {}
         self.now = 0
         """Number of uses so far; the `last_access` of a segment is such a number."""
-        # When segments expire, with a number that breaks ties.
+        # When segments expire, with a number of each that breaks ties.
         self._due: list[tuple[float, int, StoredSegment]] = []
-        self._numbers = itertools.count()
 
     def __iter__(self) -> Iterator[StoredSegment]:
         return self.of(None)
@@ -59,16 +58,14 @@ class EvictionOrder:
     def add(self, segment: StoredSegment) -> None:
         """Add a segment of the tree; unless it is from an earlier process, that is a use."""
         self._join(segment)
-        due: float = segment.info.expires or math.inf
-        if self._ttl:
-            due = min(due, segment.written + self._ttl)
-        segment.due = due
+        own, every = segment.info.expires or math.inf, self._ttl or math.inf
+        segment.due = due = min(own, segment.written + every)
         if due < math.inf:
             if len(self._due) > 2 * len(self):
                 # Segments that left before they expired would otherwise stay here until then.
                 self._due = [own for own in self._due if own[2] in self]
                 heapq.heapify(self._due)
-            heapq.heappush(self._due, (due, next(self._numbers), segment))
+            heapq.heappush(self._due, (due, id(segment), segment))
         if segment.parent is not None and segment.parent.level < segment.level:
             self.settle(segment.parent)
         if segment.last_access == LEAST and not segment.num_dependents:

@@ -30,7 +30,7 @@ from impress_sglang.store.bucket import MOST_READS, RANGE_BYTES
 from impress_sglang.store.disk import StoreDisk
 from impress_sglang.store.lookahead import AwaitedRange, LookAhead, turns_of
 from impress_sglang.store.memory import StoreMemory
-from impress_sglang.store.stored import SegmentState, StoredSegment, StoredSpan
+from impress_sglang.store.stored import StoredSegment, StoredSpan
 from impress_sglang.threads import BackgroundThread, locked
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.basis_codec import is_unlike
@@ -153,15 +153,14 @@ class OpenSegments:
     def bytes_to_read(self, spans: Sequence[StoredSpan], *, codes: bool) -> float:
         """Bytes of whole spans that would have to come from SSD; of those in a bucket, so many as
         SSD gives in the time that they take."""
-        found, cached = 0.0, self._cache.placement.enabled
+        found = 0.0
         # There may be many spans of one segment.
         lengths = Counter[StoredSegment]()
         for span in spans:
             lengths[span.segment] += len(span)
         for segment, length in lengths.items():
-            # Looked up once: there are many layers, and a queue of requests is planned.
             info, geometry = segment.info, segment.info.geometry
-            if cached:
+            if self._cache.placement.enabled:
                 on_ssd = self.tiers(info, codes=codes) == Tier.SSD
                 pages = chunk_pages(geometry, codes=codes)[on_ssd]
                 num_bytes = int(pages.sum(dtype=np.int64)) * BLOCK_BYTES
@@ -214,9 +213,6 @@ class OpenSegments:
             if known is not opened:
                 # Another thread was faster.
                 opened.close()
-            elif stored.state is SegmentState.LOST:
-                # Another thread has evicted it meanwhile, and has retired all that there was.
-                known.retired = True
             known.readers += 1
             return known
 
@@ -248,20 +244,15 @@ class OpenSegments:
         own.readers -= 1
         if not own.readers:
             self._open.pop(segment_id).close()
-            if own.retired:
-                self._forget(segment_id)
+            # Another thread may have evicted it while it was opened.
+            self.retire(segment_id)
 
     @locked
     def retire(self, segment_id: str) -> None:
-        """Retire a file that belongs to the tree no more; its chunks go after the last reader."""
-        if (own := self._open.get(segment_id)) is not None:
-            own.retired = True
-        else:
-            self._forget(segment_id)
-
-    def _forget(self, segment_id: str) -> None:
-        for codes, (first, info) in self._ids.pop(segment_id, {}).items():
-            self._cache.placement.detach(first, len(chunk_pages(info.geometry, codes=codes)))
+        """Forget the chunks of a file that belongs to the tree no more, once nobody reads it."""
+        if segment_id not in self._open and segment_id not in self._disk.tree:
+            for codes, (first, info) in self._ids.pop(segment_id, {}).items():
+                self._cache.placement.detach(first, len(chunk_pages(info.geometry, codes=codes)))
 
     @locked
     def succeed(self, old_id: str, segment: StoredSegment, shares: Floats) -> None:
@@ -291,16 +282,14 @@ class OpenSegments:
         with self.acquired(spans) as segments:
             # Of codes that stand alone this was asked when they were written.
             unlike = self._shape.exact and any(is_unlike(own.fits) for own in segments)
-            if not exact and not unlike:
-                opened = self.open_spans(spans, segments, codes=True)
-                return WholeSource(opened, self._reader, pool, self._cache, codes=True)
+            codes = not exact and not unlike
             for segment in segments:
                 # Which only `paper/` restores.
-                if segment.mapping is not None:
+                if not codes and segment.mapping is not None:
                     raise SegmentUnreadable(segment.segment_id, "was reordered")
-            opened = self.open_spans(spans, segments, codes=False)
-            source = WholeSource(opened, self._reader, pool, self._cache, codes=False)
-            if not exact and source.layer_bytes > pool.limit_bytes:
+            opened = self.open_spans(spans, segments, codes=codes)
+            source = WholeSource(opened, self._reader, pool, self._cache, codes=codes)
+            if not codes and not exact and source.layer_bytes > pool.limit_bytes:
                 # Found before it is read: it is no failure of the drive.
                 raise PrefixUnreadable(
                     "-",
@@ -369,7 +358,7 @@ class OpenSegments:
     def check(self, segment_id: str) -> None:
         """Check what is known of a segment in the tree."""
         if (own := self._open.get(segment_id)) is not None:
-            assert own.readers > 0 and not own.retired
+            assert own.readers > 0
 
 
 def _close_late(opening: Future[OpenSegment]) -> None:

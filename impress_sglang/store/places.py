@@ -1,10 +1,7 @@
-"""Where segments belong in the tree that do not come with all tokens before them: what an earlier
-process has left, and what other servers have stored.
+"""Where segments belong in the tree that an earlier process has left, or other servers have stored.
 
-A segment names its place by what it builds on and by the digest of all tokens before it. It has no
-place as long as that is not in the tree, or if others that begin like it are there. It is kept,
-then, and tried again. Of the same that two servers have stored at once, one is removed by its
-server: that of the greater name, which is the same for both.
+A segment names its place by what it builds on and by the digest of all tokens before it. As long as
+that is not in the tree, or others that begin like it are there, it is kept and tried again.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from impress_sglang.storage.quality import Quality
 from impress_sglang.storage.segment import Tokens, common_prefix_len
 from impress_sglang.store.journal import ORDER_SECONDS
 from impress_sglang.store.prefix_hashes import begun_digest, extended, prefix_digest
@@ -69,36 +65,29 @@ class Places:
         What a segment was attached to is tried first; if the digest disagrees, all paths of the
         right lengths are digested.
 
-        Returns, of our own, those of which a newer file has the same tokens in the same place: a
-        crash leaves two files while one replaces the other, or brings back one that was removed.
-        And those whose place was not found: a segment above them is gone, or one that was used
-        later has their place.
+        Returns, of our own, those of which a newer file has the same tokens in the same place, as
+        a crash may leave, and those whose place was not found: a segment above them is gone, or one
+        that was used later has their place.
         """
-        newest: dict[tuple[bytes, str, Quality], StoredSegment] = {}
-        older, digests = list[StoredSegment](), _Digests()
-        for segment in segments:
+        newest, older = dict[object, StoredSegment](), list[StoredSegment]()
+        for segment in sorted(segments, key=_age):
             info = segment.info
             place = info.tokens.tobytes(), info.prefix_digest, info.quality
-            first = newest.setdefault(place, segment)
-            if first is not segment:
-                newest[place], other = sorted((first, segment), key=_age)
-                older.append(other)
-        # Generations are versions of one segment, and say nothing of others.
-        ordered = sorted(newest.values(), key=_age)
+            if newest.setdefault(place, segment) is not segment:
+                older.append(segment)
         # Those of other servers come last: where they begin like own ones, these stay.
+        ordered = list(newest.values())
         ordered.sort(key=lambda own: (own.home is not None, own.info.prefix_len, -own.last_access))
         self._tree.order.now = max((own.last_access for own in ordered), default=0)
+        digests = _Digests()
         left = [own for own in ordered if not self._put_below(own, digests)]
         for own in left:
             self.set_aside(own)
         for segment, digest in digests.items() if left else ():
             self.note_stored(segment, digest)
-        rootless = set[str]()
         for own in sorted(left, key=lambda own: own.info.prefix_len):
-            before = None if own.above in rootless else self._tokens_before(own)
-            if before is None:
-                rootless.add(own.segment_id)
-            elif self._tree.insert(own, before):
+            before = self._tokens_before(own)
+            if before is not None and self._tree.insert(own, before):
                 self.forget(own.segment_id)
                 self.note_stored(own)
         self._tree.order.sort()
@@ -116,16 +105,14 @@ class Places:
         info, above = segment.info, self._tree.get(segment.above)
         if not info.prefix_len:
             above, digest = None, begun_digest(info.namespace)
-        elif above is None or above.info.namespace != info.namespace:
+        elif above is None or not above.info.prefix_len < info.prefix_len <= above.stop:
             return False
         else:
             length = info.prefix_len - above.info.prefix_len
-            if not 0 < length <= above.info.num_tokens:
-                return False
             digest = extended(digests[above], above.info.tokens[:length])
-        if digest.hexdigest() != info.prefix_digest:
-            return False
-        if put := self._tree.attach(segment, above):
+        # A namespace is part of the digest.
+        same = digest.hexdigest() == info.prefix_digest
+        if put := same and self._tree.attach(segment, above):
             digests[segment] = digest
         return put
 
@@ -197,7 +184,6 @@ class Places:
             self._resting[info.segment_id] = time.monotonic() + seconds
 
     def _take(self, segment_id: str) -> StoredSegment | None:
-        """One of those without a place, which it is no longer."""
         segment = self._unplaced.pop(segment_id, None)
         if segment is not None:
             same = self._builders[segment.info.prefix_digest]

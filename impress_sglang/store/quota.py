@@ -126,20 +126,6 @@ class Quota:
             **self.budget.summary(),
         }
 
-    def begin(self, segment: StoredSegment) -> None:
-        """Account for a file that is going to be written."""
-        self.budget.spend(segment.file_bytes)
-        self.pending_bytes += segment.file_bytes
-
-    def end(self, segment: StoredSegment, *, written: bool) -> None:
-        """Account for the end of a write, which may have failed."""
-        self.pending_bytes -= segment.file_bytes
-        if written:
-            # An estimate until the next measurement.
-            self._health.free_bytes -= segment.file_bytes
-        else:
-            self.budget.spend(-segment.file_bytes)
-
     def missing(self, num_bytes: int) -> int:
         """Bytes that must become free for a file of `num_bytes` to fit; 0 or less if it fits."""
         worker, config = self._worker, self._config

@@ -88,11 +88,8 @@ class StoredSegment:
     @property
     def own_level(self) -> Priority:
         """The highest of its priority (a hole has none) and its dependents' levels."""
-        own = Priority.LOW if self.state is SegmentState.LOST else self.info.priority
-        _, normal, high = self.dependents
-        if high:
-            return Priority.HIGH
-        return max(own, Priority.NORMAL if normal else Priority.LOW)
+        own = Priority.LOW if self.lost else self.info.priority
+        return max(own, *(level for level in Priority if self.dependents[level]), Priority.LOW)
 
     @property
     def num_dependents(self) -> int:

@@ -270,7 +270,7 @@ class SegmentWrites:
         self._tree.lose(segment)
         if self._disk.bucket is not None:
             self._disk.bucket.lost(segment)
-        # Behind that: see `OpenSegments.acquire`.
+        # Behind that: see `OpenSegments.retire`.
         self._segments.retire(segment.segment_id)
 
     def _ask_for_room(self, num_bytes: int) -> None:
@@ -310,7 +310,8 @@ class SegmentWrites:
 
     def _begin(self, segment: StoredSegment, offer: Offer, unremoved: frozenset[str]) -> None:
         info = segment.info
-        self._quota.begin(segment)
+        self._quota.budget.spend(segment.file_bytes)
+        self._quota.pending_bytes += segment.file_bytes
         read_layer, coding = offer.read_layers(info.prefix_len), None
 
         def read_first(layer: int) -> tuple[Tensor, Tensor]:
@@ -336,8 +337,10 @@ class SegmentWrites:
         segment, error = write.segment, write.future.exception()
         if not write.abandoned:
             write.offer.on_done()
-        self._quota.end(segment, written=error is None)
+        self._quota.pending_bytes -= segment.file_bytes
         if error is None:
+            # An estimate until the next measurement.
+            self._health.free_bytes -= segment.file_bytes
             segment.state = SegmentState.READY
             self._disk.places.note_stored(segment)
             if self._disk.bucket is not None:
@@ -352,8 +355,8 @@ class SegmentWrites:
         self._worker.delete({segment.segment_id: segment.file_bytes})
         if write.discarded is not None:
             self.losses.note(segment, write.discarded)
-        if isinstance(error, (WrittenInVain, NotCodable)):
-            self._quota.budget.spend(segment.file_bytes)
+        if not isinstance(error, (WrittenInVain, NotCodable)):
+            self._quota.budget.spend(-segment.file_bytes)
         if isinstance(error, NotCodable):
             # The end stands for all: others may begin like it, and have codes.
             tokens = segment.prompt()
