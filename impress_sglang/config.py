@@ -2,7 +2,8 @@
 
 It is built from the command line (`plugin.entry`), or for `sglang.Engine` users, who have no
 argument parser, from the environment variable `IMPRESS_CONFIG` (`from_environment`), which
-`enable_for_engine` sets after validating. No other module reads the environment.
+`enable_for_engine` sets after validating. No other module reads the environment. Whatever is wrong
+is a `ConfigError`.
 """
 
 from __future__ import annotations
@@ -61,9 +62,6 @@ class ImpressConfig:
     """All options of the extension: default, which values are right, and meaning of each.
 
     Flags, and the table in docs/options.md, are made from it.
-
-    Raises:
-        ConfigError: a value is out of range, or options do not fit together.
     """
 
     # fmt: off
@@ -183,7 +181,7 @@ class ImpressConfig:
                 raise ConfigError(f"{option.flag} has a value of the wrong type: {value!r}")
             if not option.rule.holds(value):
                 raise ConfigError(f"{option.flag} must be {option.rule.expected}, got {value!r}")
-        most = 1.0 if self.auto_retention else self.usual_retention
+        most = 1.0 if self.retention == AUTO else self.usual_retention
         uncoded, blends = self.policy not in CODED_POLICIES, self.blend != OFF
         needs_codes = f"needs --impress-policy impress, got {self.policy!r}"
         conflicts = {
@@ -244,14 +242,9 @@ class ImpressConfig:
         return self.usual_bits > self.code_bits
 
     @property
-    def auto_retention(self) -> bool:
-        """Whether each request gets the retention whose loading hides behind computing."""
-        return self.retention == AUTO
-
-    @property
     def usual_retention(self) -> float:
         """The retention of a request that sets none; with auto, the least that it gets."""
-        if self.auto_retention:
+        if self.retention == AUTO:
             return max(AUTO_FLOOR, self.min_retention)
         return float(self.retention)
 
@@ -266,11 +259,7 @@ class ImpressConfig:
         return self.policy in PART_POLICIES
 
     def without_codes(self, why: str) -> ImpressConfig:
-        """The configuration where KVs are not coded: all are exact, and `why` says the reason.
-
-        Raises:
-            ConfigError: codes were asked for by name.
-        """
+        """The configuration where KVs are not coded, for a reason that a refusal begins with."""
         asked = {
             "bits": self.bits not in (USUAL, AUTO, EXACTLY),
             "keep": self.keep in (BOTH, CODES),
@@ -284,11 +273,7 @@ class ImpressConfig:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> ImpressConfig:
-        """Build from a mapping of field names.
-
-        Raises:
-            ConfigError: an unknown field or a wrong value.
-        """
+        """Build from a mapping of field names."""
         known = {option.field for option in OPTIONS}
         if unknown := sorted(set(options) - known):
             raise ConfigError(
@@ -298,11 +283,7 @@ class ImpressConfig:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> ImpressConfig | None:
-        """The configuration in `IMPRESS_CONFIG` (a JSON object), or None when it is not set.
-
-        Raises:
-            ConfigError: the variable is not a JSON object, or holds a wrong value.
-        """
+        """The configuration in `IMPRESS_CONFIG` (a JSON object), or None when it is not set."""
         text = environ.get(CONFIG_VARIABLE, "").strip()
         if not text:
             return None

@@ -13,7 +13,7 @@ EXIT_STATUS = {
 
 
 class Refused(Exception):
-    """The command cannot be carried out as it was given; says why."""
+    """A command, any function of it, cannot be carried out as it was given; says why."""
 
     status = REFUSED
 

@@ -39,11 +39,6 @@ def measure(
     """Measure a server with `prefixes` prefixes of `tokens` tokens, random ones or from a text.
 
     Returns the rows of a table, and a conclusion.
-
-    Raises:
-        Refused: a number is out of range, the text is too short, or the server refuses.
-        Unreachable: the server does not answer as expected.
-        KeyboardInterrupt: it was interrupted.
     """
     if min(prefixes, clients) < 1 or tokens < 2 * _BLOCK_TOKENS:
         raise Refused(f"there must be a prefix, of {2 * _BLOCK_TOKENS} tokens, and a client")

@@ -46,10 +46,6 @@ def calibrate(
 
     `texts` are files, each of one kind of text; without any, those of the package. At most `tokens`
     of each are read. Each of `tp_sizes` ranks has a basis of its own heads.
-
-    Raises:
-        Refused: model or texts cannot be read, a text is too short, ranks cannot share the heads,
-            or the model is of a kind that is not supported.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -80,12 +76,7 @@ def calibrate(
 def calibrated(
     prompts: Prompts, ids: Mapping[str, Sequence[int]], tp_sizes: Sequence[int] = (1,)
 ) -> list[list[Basis]]:
-    """Fit bases of all `RATES` to a model by tokens of each kind of text: for each size, of ranks.
-
-    Raises:
-        Refused: a text is too short, there are too few, ranks cannot share the heads, or the model
-            is of a kind that is not supported.
-    """
+    """Fit bases of all `RATES` by tokens of each kind of text: for each size, of each rank."""
     short = [kind for kind, own in ids.items() if len(own) < 2 * _LEAST_TOKENS]
     if short:
         raise Refused(f"texts with fewer than {2 * _LEAST_TOKENS} tokens: {', '.join(short)}")

@@ -145,11 +145,7 @@ def gc(root: Path) -> list[Row]:
 
 
 def order(root: Path, verb: str, which: Which) -> list[Row]:
-    """`pin`, `unpin` or `purge` prefixes in all stores that have them.
-
-    Raises:
-        Refused: it names no prefix, or none that can be pinned.
-    """
+    """`pin`, `unpin` or `purge` prefixes in all stores that have them."""
     with contextlib.ExitStack() as stack:
         found = dict[str, tuple[PrefixStore, Any]]()
         for path in stores_in(root):
@@ -172,11 +168,7 @@ def order(root: Path, verb: str, which: Which) -> list[Row]:
 
 
 def stores_in(root: Path) -> list[Path]:
-    """The folders of all stores, one for each model, below an `--impress-ssd-dir`.
-
-    Raises:
-        Unreachable: there is none, or they cannot be read.
-    """
+    """The folders of all stores, one for each model, below an `--impress-ssd-dir`."""
     root = root.expanduser()
     try:
         found = [root / name for name in FILES.list(root) if is_store(FILES, root / name)]
@@ -189,11 +181,7 @@ def stores_in(root: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def opened(path: Path, shape: KVShape | None = None) -> Iterator[PrefixStore]:
-    """Open the store in a folder, and close it in the end; `shape`: None for its segments' shape.
-
-    Raises:
-        Unreachable: a server uses it, it cannot be opened, or its disk failed an operation.
-    """
+    """Open the store in a folder, and close it in the end; `shape`: None for that of segments."""
     config = ImpressConfig(
         ssd_dir=str(path.parent),
         ssd_gb=_UNBOUNDED_GB,
@@ -240,22 +228,14 @@ def _in_use(path: Path) -> Unreachable:
 
 
 def check_file(path: Path) -> SegmentInfo:
-    """Read a segment file to its end; returns what it is.
-
-    Raises:
-        PrefixUnreadable: it is damaged, or cannot be read.
-    """
+    """Read a segment file to its end, or raise `PrefixUnreadable`; returns what it is."""
     with contextlib.closing(OpenSegment(path, FILES, direct=False)) as segment:
         segment.check_all()
         return segment.info
 
 
 def place_of(store: PrefixStore, which: Which) -> tuple[str | None, Tokens | None] | None:
-    """The namespace's name and the tokens that are meant, each None for all; None: not stored here.
-
-    Raises:
-        Refused: `which` does not say what is meant.
-    """
+    """The namespace's name and tokens that are meant, each None for all; None: not stored here."""
     if "segment" in which:
         segment = store.tree.get(which["segment"])
         return None if segment is None else (segment.info.namespace, segment.prompt())

@@ -28,12 +28,7 @@ _GB = 1e9
 
 
 def plan(args: Namespace) -> dict[str, Any]:
-    """Compute what prefixes of a model take, on all ranks together.
-
-    Raises:
-        Refused: the model's configuration cannot be read, has no KVs of the usual kind, or others
-            than the basis; or a number is out of range.
-    """
+    """Compute what prefixes of a model take, on all ranks together."""
     prefixes, tokens, per_second = args.prefixes, args.tokens, args.drive_gbps * _GB
     positive = min(prefixes, tokens) >= 1 and args.per_day >= 0 and per_second > 0
     if not positive or args.bits not in BITS:
@@ -66,11 +61,7 @@ def plan(args: Namespace) -> dict[str, Any]:
 
 
 def shape_of(config: Mapping[str, Any], bits: float) -> KVShape:
-    """The shape of a model's KVs, in codes of so many bits, on one rank that has all heads.
-
-    Raises:
-        Refused: the configuration does not say it, or KVs are compressed (MLA).
-    """
+    """The shape of a model's KVs, in codes of so many bits, on one rank that has all heads."""
     config = config.get("text_config") or config
     if config.get("kv_lora_rank"):
         raise Refused("the model compresses its KVs (MLA), which is not supported")

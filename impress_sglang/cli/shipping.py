@@ -65,10 +65,6 @@ def export(root: Path, which: Which, path: Path, name: str | None) -> Row:
 
     Without a prefix that is the whole namespace; with one, what is stored of the prefix and what
     that builds on. `name` names the store, if there are several.
-
-    Raises:
-        Refused: it is not stored, or cannot be read; or the folder exists already.
-        Unreachable: the folder cannot be written.
     """
     stores = {own.name: own for own in stores_in(root)}
     if name is None and len(stores) == 1:
@@ -96,10 +92,6 @@ def import_(root: Path, which: Which, path: Path) -> Row:
 
     `which` names the namespace. If there is no store at all, one is made. What begins like a stored
     segment, and goes on otherwise inside it, has no place: it and what builds on it are left out.
-
-    Raises:
-        Refused: it is damaged, of another model or namespace, or there is no room.
-        Unreachable: the disk fails.
     """
     namespace, root = namespace_in(which), root.expanduser()
     told, exported = _read(path)
@@ -142,11 +134,7 @@ def import_(root: Path, which: Which, path: Path) -> Row:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], StoredTree]:
-    """The contents of a folder, and its segments, whole and each behind what it builds on.
-
-    Raises:
-        Refused: it cannot be read, was written by something else, or is damaged.
-    """
+    """The contents of a folder, and its segments, whole and each behind what it builds on."""
     try:
         told = json.loads((path / CONTENTS).read_text(encoding="utf-8"))
         if told["kind"] != KIND or len(told["key"].encode()) > hashlib.blake2b.MAX_KEY_SIZE:
@@ -229,18 +217,12 @@ def _chosen(store: PrefixStore, which: Which) -> list[StoredSegment]:
     name, tokens = place
     if name != store.namespace(namespace_in(which)):
         raise Refused("it belongs to another namespace: give its --extra-key and --cache-salt")
-    left = list(store.tree.below(name))
+    found = list(store.tree.below(name))
     if tokens is not None:
         match = store.tree.match(name, tokens, least=ANYTHING)
         if match.num_tokens < len(tokens):
             raise Refused(f"{match.num_tokens} of its {len(tokens)} tokens are stored")
-        left = [span.segment for span in match.spans]
-    found = dict[StoredSegment, None]()
-    while left:
-        own = left.pop()
-        if own not in found:
-            found[own] = None
-            left += [] if own.parent is None else [own.parent]
+        found = [span.segment for span in match.spans]
     return sorted(found, key=lambda own: own.info.prefix_len)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from impress_sglang.cost import RequestLengths
+from impress_sglang.options import AUTO
 from impress_sglang.paper.scores import retained_tokens
 from impress_sglang.paper.store import PartStore
 from impress_sglang.serving.load_planner import LoadPlan
@@ -45,7 +46,7 @@ class PartService(Service):
             return None
         work = RequestLengths(resident_len, count, num_tokens - match.num_tokens)
         shares = [wanted.retention]
-        if self.config.auto_retention and not wanted.chosen:
+        if self.config.retention == AUTO and not wanted.chosen:
             shares = [*(own for own in RETENTIONS if own > wanted.retention), wanted.retention]
         for share in shares:
             if share >= 1.0:

@@ -12,6 +12,8 @@ import enum
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+import torch
+
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.options import OFF
@@ -290,8 +292,10 @@ def check_layers(runner: Any, tp_size: int = 1, *, windows: bool = False) -> Non
         raise UnsupportedError("IMPRESS needs one attention layer per layer of the KV pool")
     plain = type(layers[0])(1, 1, 1.0, num_kv_heads=1, layer_id=0)
     free = {*_FREE_IN_LAYERS.split(), *(["sliding_window_size"] if windows else [])}
+    free |= vars(torch.nn.Module()).keys()
     for layer in layers:
-        for name in sorted(_own_attributes(layer) - free):
+        registered = {*layer._parameters, *layer._buffers, *layer._modules}
+        for name in sorted((vars(layer).keys() | registered) - free):
             value = getattr(layer, name)
             if not hasattr(plain, name) or not _alike(value, getattr(plain, name)):
                 raise UnsupportedError(
@@ -320,13 +324,6 @@ def attention_layers(model: Any) -> list[Any]:
             f"IMPRESS does not know the attention of {', '.join(strange) or type(model).__name__}"
         )
     return layers
-
-
-def _own_attributes(layer: Any) -> set[str]:
-    import torch
-
-    registered = {*layer._parameters, *layer._buffers, *layer._modules}
-    return (vars(layer).keys() - vars(torch.nn.Module()).keys()) | registered
 
 
 def _alike(value: object, plain: object) -> bool:

@@ -64,13 +64,7 @@ def connected(
     ranks: Ranks = ALONE,
     drafts: Sequence[Any] = (),
 ) -> _Cache:
-    """Make a tree cache of a class, and its store, for SGLang's `TreeCacheBuildContext`.
-
-    Raises:
-        UnsupportedError: KVs do not come back as they were, or a kernel does not fit the GPU.
-        ConfigError: a directory cannot be written, or the caches do not fit in memory.
-        StoreInUseError: another server uses it for the same model.
-    """
+    """Make a tree cache of a class, and its store, for SGLang's `TreeCacheBuildContext`."""
     runner, device, self_test = context.tp_worker.model_runner, layers(0)[0].device, None
     # Kernels first: opening the store takes much memory.
     if make_policy(config).stores:

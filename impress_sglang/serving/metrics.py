@@ -41,7 +41,9 @@ class Series:
     def read(self, summary: Summary) -> Values:
         """The values that are known."""
         if self.path == "state":
-            return {(own,): float(own == _state(summary)) for own in STATES}
+            state = _find(summary, "store.health.state")
+            state = "suspended" if state is None or summary["suspended"] else state
+            return {(own,): float(own == state) for own in STATES}
         found: dict[tuple[str, ...], Any]
         if self.named:
             found = {
@@ -59,11 +61,6 @@ def _find(summary: Any, path: str) -> Any:
     for part in path.split("."):
         summary = (summary or {}).get(part)
     return summary
-
-
-def _state(summary: Summary) -> Any:
-    health = _find(summary, "store.health.state")
-    return "suspended" if health is None or summary["suspended"] else health
 
 
 def _series(*rows: tuple[str, str, str, str, str]) -> tuple[Series, ...]:

@@ -61,11 +61,9 @@ def split_tokens(num_tokens: int, **found: int) -> dict[str, int]:
     return split | {SOURCES[-1]: left}
 
 
-def split_again(report: dict[str, object], **found: int) -> dict[str, int]:
+def split_again(report: Mapping[str, Any], **found: int) -> dict[str, int]:
     """Split the same tokens of a report's prompt by other sources."""
-    before = report["tokens"]
-    assert isinstance(before, dict)
-    return split_tokens(sum(before.values()), **found)
+    return split_tokens(sum(report["tokens"].values()), **found)
 
 
 def new_report(policy: str, resident_len: int, num_tokens: int = 0) -> dict[str, object]:

@@ -169,8 +169,6 @@ FOLLOWS: tuple[tuple[dict[str, Any], str, object], ...] = (
     ({"bits": EXACTLY}, "usual_bits", EXACT_BITS),
     ({"bits": AUTO}, "usual_bits", USUAL_BITS),
     ({"bits": EXACTLY, "blend": 0.15}, "code_bits", 6.0),
-    ({"retention": AUTO}, "auto_retention", True),
-    ({}, "auto_retention", False),
     *(({"policy": own, "retention": share}, "needs_parts", True) for own, share in PARTS),
     *(({"policy": own}, "needs_parts", False) for own in WHOLE),
     # What bits may load is kept.

@@ -137,12 +137,7 @@ class ImpressStorage(HiCacheStorage):
     """
 
     def __init__(self, storage_config: Any, _: Any = None) -> None:
-        """Find the pages of the weights that this server has.
-
-        Raises:
-            ConfigError: an option is wrong, or the directory cannot be used.
-            UnsupportedError: it is not known whose pages these are.
-        """
+        """Find the pages of the weights that this server has."""
         extra = dict(storage_config.extra_config or {})
         self._bits = extra.pop("bits", None)
         if self._bits not in (None, *BITS):
