@@ -264,11 +264,8 @@ def _purge(store: PrefixStore, place: Any, age: float | None) -> Row:
     namespace, tokens = place
     purge, counts = Purge(namespace, tokens, age), Counter[str]()
     while purge.left:
-        done = purge.step(store, len(store.tree))
-        counts["segments"] += len(done.segment_ids)
-        for name in ("tokens", "bytes", "unpinned"):
-            counts[name] += getattr(done, name)
-    return dict(counts)
+        counts += purge.step(store, len(store.tree))
+    return {name: counts[name] for name in ("segments", "tokens", "bytes", "unpinned")}
 
 
 def _remove(path: Path) -> None:

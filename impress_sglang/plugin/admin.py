@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from impress_sglang.serving.ranks import ALONE
 from impress_sglang.serving.report import RecentRequests
 from impress_sglang.storage.quality import ANYTHING
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
-from impress_sglang.store.purges import Purge, Purged
+from impress_sglang.store.purges import Purge
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredSegment
 from impress_sglang.tiers.placement import Tier
@@ -137,7 +138,7 @@ def _purge(cache: ServedCache, asked: Any) -> dict[str, Any]:
     text, name = repr(asked), None if space is None else store.namespace(space)
     purge = cache.service.purges.go_on(text, lambda: Purge(name, tokens, asked.older_than))
     failure: Exception | None = None
-    purged, pool, more = Purged(), 0, False
+    purged, pool, more = Counter[str](), 0, False
     try:
         purged = purge.step(store)
     except Exception as error:
@@ -150,9 +151,8 @@ def _purge(cache: ServedCache, asked: Any) -> dict[str, Any]:
     if failure is not None:
         raise failure
     # What is done stays, as other replicas may have more to do.
-    names = ("tokens", "bytes", "writes", "unpinned")
-    done = {"segments": len(purged.segment_ids)} | {own: getattr(purged, own) for own in names}
-    return done | {"pool_tokens": pool, "left": left}
+    names = ("segments", "tokens", "bytes", "writes", "unpinned")
+    return {own: purged[own] for own in names} | {"pool_tokens": pool, "left": left}
 
 
 def _overview(cache: ServedCache, asked: Any) -> dict[str, Any]:

@@ -1,15 +1,8 @@
 """The directory of the SSD store: one folder per model identity and server, see docs/format.md.
 
-A folder is a store if its name is an identity and its marker `store.json` says so. Other folders
-are neither read nor removed, and neither are files in a store that do not have our names. The
-marker holds the key of the store's namespaces, so it is as secret as the stored prompts. The
-directory may be a symbolic link; links inside it are not ours.
-
-Servers of one model have a folder each, of which only the holder of its lock writes or removes
-anything, and read the folders of the others: `siblings`. They share the key.
-
-The quota is for the whole directory. Stores that no process serves are removed before segments of
-the served model: first those of older formats, then those of other models, oldest first.
+The marker holds the key of the store's namespaces, so it is as secret as the stored prompts. The
+directory may be a symbolic link; links inside it are not ours. Servers of one model share the key;
+only the holder of a folder's lock writes or removes anything there.
 
 All of this raises `OSError` where the disk refuses, unless said otherwise.
 """

@@ -1,12 +1,10 @@
 """All disk access of the store, behind one class, and memory that disks write to directly.
 
-So all failures of a disk happen in one place, and tests use a class that fails, benchmarks one that
-is slow. Methods raise what the operating system raises: `OSError`, `EOFError` for a file that ends
-too early. O_DIRECT bypasses the page cache where the file system supports it; where it does not
-(tmpfs, some network file systems), the same calls go through the page cache.
+So tests use a disk that fails, benchmarks one that is slow. Methods raise what the operating system
+raises: `OSError`, `EOFError` for a file that ends too early. Where a file system does not support
+O_DIRECT (tmpfs, some network file systems), the same calls go through the page cache.
 
-Files have mode 0600 and directories 0700, and symbolic links are not followed, because the stored
-data are prompts.
+Symbolic links are not followed, because the stored data are prompts.
 """
 
 from __future__ import annotations

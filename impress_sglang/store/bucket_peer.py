@@ -5,10 +5,8 @@
                        /orders/<digest>.json              an order to purge
 
 Objects never change. The digest is of what a segment is, but for its name: who stores the same
-later finds it there and drops nothing but the upload. Servers list all objects every `LOOK_SECONDS`
-and read the headers of new ones. What is above `--impress-store-gb`, oldest first, is the same for
-all of them: none uses it from then on, and any deletes it after `GRACE_SECONDS`. So no server has a
-lease, and one that is killed leaves nothing undone.
+later finds it there. What is above the quota, oldest first, is the same for all servers: none uses
+it from then on, and any deletes it after `GRACE_SECONDS`. So no server has a lease.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """What opening a store needs of its disk: the folder and its lock, its segments, the free space.
 
-The journal is compared with the files. A file without a sound line is found by its header; so the
-journal may be missing.
-
 All of this may take as long as the disk likes, so a running server does it on another thread; the
 result then belongs to the store's thread. No memory for caches is allocated here.
 """
@@ -10,7 +7,6 @@ result then belongs to the store's thread. No memory for caches is allocated her
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import logging
 import math
@@ -49,8 +45,6 @@ logger = logging.getLogger(__name__)
 
 # From this number of segments on, a store is large.
 _MANY = 10_000
-# How many names of namespaces are cached; computing one again costs a microsecond.
-_NAMESPACES = 4096
 # Seconds between records of uses; a process that is killed loses those since the last one.
 NOTE_SECONDS = 60.0
 # How many uses are recorded at once: this takes less than a millisecond.
@@ -91,7 +85,7 @@ class StoreDisk:
             if (bucket := open_bucket(config)) is not None:
                 self.bucket = BucketPeer(config, self.directory, bucket, self.peers.news)
                 undo.callback(self.bucket.close, self._seconds)
-            self.namespace = functools.lru_cache(_NAMESPACES)(self.directory.namespace)
+            self.namespace = self.directory.namespace
             self.health = Health(self._seconds)
             try:
                 self.direct = self.files.supports_direct_io(self.directory.path)

@@ -4,11 +4,9 @@
                   ▲──────────── a probe finds that it answers again ───────┘
     a segment    ready ── it could not be read ──► suspect ── a look decides ──► ready, or lost
 
-That a block cannot be read now does not mean that it is damaged, and a block that was read wrong
-once may be right on the disk. So nothing is removed at first sight: the whole segment is read again
-in the background, and again after a pause that doubles as long as it cannot be read at all.
-
-What happens comes in as calls, what is to be done on the disk comes out of `due`. Nobody waits.
+That a block cannot be read now, or was read wrong once, does not mean that it is damaged. So the
+whole segment is read again in the background, and again after a pause that doubles as long as it
+cannot be read at all.
 """
 
 from __future__ import annotations

@@ -9,9 +9,8 @@ the file as written, the others are changes in order:
     {"purge": {…}}      {"want": bytes}                   for servers that follow, see `peers.py`
 
 Only the holder of the folder's lock writes it: it appends, or replaces the file as a whole once
-most of it is out of date. The segment files are authoritative: a journal that is missing or damaged
-is made anew from their headers, an entry without its file is dropped, a file without an entry is
-read and added. So what the disk refuses now waits, and nothing else depends on it.
+most of it is out of date. The segment files are authoritative: a start makes up for lines that are
+missing.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """What other servers of the model have stored in the same directory, as their journals say.
 
-Each server writes in a folder of its own (`storage.directory`) and follows the journals of the
-others: a thread looks every `LOOK_SECONDS` whether one has grown, with nothing but `open` and
-`stat`, so that it works on network file systems. What it finds enters the tree in
-`PrefixStore.poll`. Segments of others are read like own ones, but never written, moved, removed or
-counted in the tree: their `file_bytes` are 0 there. One whose file is gone or damaged is forgotten.
+A thread looks every `LOOK_SECONDS` whether one has grown, with nothing but `open` and `stat`, so
+that it works on network file systems. Segments of others are read like own ones, but never written,
+moved, removed or counted in the tree: their `file_bytes` are 0 there.
 
 A journal also has what a server asks of the others: to forget a prefix (`purge`), and to make room
 (`want`). An order to purge has the time at which it was given, so that who starts later obeys it.

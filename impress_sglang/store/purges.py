@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
 
@@ -38,17 +38,6 @@ class MultiStepJobs(dict[Name, Job]):
                 del self[next(iter(self))]
             self[name] = begin()
         return self[name]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Purged:
-    """What one step has removed; `bytes` are on SSD, `writes` were abandoned."""
-
-    segment_ids: tuple[str, ...] = ()
-    tokens: int = 0
-    bytes: int = 0
-    writes: int = 0
-    unpinned: int = 0
 
 
 class Purge:
@@ -88,8 +77,11 @@ class Purge:
         purge._before, purge._unpins = float(order["before"]), order["unpins"]
         return purge
 
-    def step(self, store: Any, most: int = MOST_SEGMENTS) -> Purged:
+    def step(self, store: Any, most: int = MOST_SEGMENTS) -> Counter[str]:
         """Remove some segments of a `PrefixStore`.
+
+        Returns how many `segments`, `tokens` and `bytes` on SSD are gone, `writes` were abandoned,
+        and prefixes `unpinned`.
 
         Only the first step for old ones looks at all that are stored.
 
@@ -98,7 +90,7 @@ class Purge:
         so does everything in quarantine, whatever it is of.
         """
         if not self.left:
-            return Purged()
+            return Counter()
         # Segments published since the last poll have other names, or are not known to be there.
         store.poll()
         if not self._begun:
@@ -113,7 +105,7 @@ class Purge:
             store.tell(order)
         return self.obey(store, most)
 
-    def obey(self, store: Any, most: int = MOST_SEGMENTS) -> Purged:
+    def obey(self, store: Any, most: int = MOST_SEGMENTS) -> Counter[str]:
         """Take a step that other servers are not told of, within a poll."""
         first, self._begun = not self._begun, True
         tree, place, before, old = store.tree, self._place, self._before, self._old
@@ -141,8 +133,8 @@ class Purge:
         # Dependents first.
         going.sort(key=lambda own: -own.info.prefix_len)
         given_up = store.writes.discard([*writes, *going], Cause.PURGED)
-        return Purged(
-            segment_ids=tuple(own.segment_id for own in going),
+        return Counter(
+            segments=len(going),
             tokens=sum(len(own.info.prompt_tokens) for own in going),
             bytes=sum(own.file_bytes for own in going),
             writes=given_up,

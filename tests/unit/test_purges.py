@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from impress_sglang.storage.directory import PINS
 from impress_sglang.store import pins as pins_module
 from impress_sglang.store.losses import Cause, Loss, Losses
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
-from impress_sglang.store.purges import MOST_JOBS, MultiStepJobs, Purge, Purged
+from impress_sglang.store.purges import MOST_JOBS, MultiStepJobs, Purge
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
@@ -52,7 +53,7 @@ def purge_of(
     return Purge(name, None if tokens is None else as_tokens(tokens), older_than)
 
 
-def steps_of(purge: Purge, store: PrefixStore, most: int = 64) -> list[Purged]:
+def steps_of(purge: Purge, store: PrefixStore, most: int = 64) -> list[Counter[str]]:
     steps = []
     while purge.left:
         steps.append(purge.step(store, most))
@@ -60,7 +61,7 @@ def steps_of(purge: Purge, store: PrefixStore, most: int = 64) -> list[Purged]:
     return steps
 
 
-def forget(store: PrefixStore, *args: Any, **fields: Any) -> Purged:
+def forget(store: PrefixStore, *args: Any, **fields: Any) -> Counter[str]:
     """What is so little that one step is enough."""
     (step,) = steps_of(purge_of(store, *args, **fields), store)
     return step
@@ -76,7 +77,7 @@ def test_the_state_behind_a_pinned_prefix_stays(
     bench.put(store, (*prompt(1), -1, -1))
     bench.put_all(store, *range(50, 58))
     assert length(store, (*prompt(1), -1, -1)) == 10
-    assert forget(store, prompt(1)).tokens == 8
+    assert forget(store, prompt(1))["tokens"] == 8
 
 
 def test_all_that_a_pinned_prefix_builds_on_stays_after_a_restart_as_well(bench: Workbench) -> None:
@@ -139,8 +140,8 @@ def test_a_purge_of_a_namespace_and_of_all(bench: Workbench, namespace: str | No
     assert pin(store, prompt(3), "salt") is None and pin(store, prompt(1)) is None
     steps = steps_of(purge_of(store, None, namespace), store, most=2)
     gone = 5 if namespace else 6
-    assert [len(step.segment_ids) for step in steps] == [2, 2, gone - 4]
-    assert sum(step.bytes for step in steps) == gone * bench.one
+    assert [step["segments"] for step in steps] == [2, 2, gone - 4]
+    assert sum(step["bytes"] for step in steps) == gone * bench.one
     assert len(store.tree) == 6 - gone == len(store.pins)
     wait_until(lambda: len(bench.files()) == 6 - gone)
 
@@ -157,7 +158,7 @@ def test_what_is_being_written_is_purged_as_well(bench: Workbench, late: bool, c
         gate.opened.set()
         wait_until(lambda: len(list(bench.root.glob("*/segments/*/*.kv"))) == 1)
     purged = forget(store, prompt(1))
-    assert purged.writes + len(purged.segment_ids) == 1
+    assert purged["writes"] + purged["segments"] == 1
     gate.opened.set()
     store.writes.drain()
     check_store(store)
@@ -227,9 +228,9 @@ def test_an_order_removes_what_is_old_when_it_is_given(bench: Workbench) -> None
     age(store, 1, 2 * HOUR)
     purge = Purge(older_than=HOUR)
     bench.put(store, prompt(3))
-    assert len(purge.step(store).segment_ids) == 1
+    assert purge.step(store)["segments"] == 1
     assert not purge.left and lengths(store, 1, 2, 3) == [0, 8, 8]
-    assert len(Purge(older_than=0).step(store).segment_ids) == 2
+    assert Purge(older_than=0).step(store)["segments"] == 2
 
 
 @pytest.mark.parametrize("ended", [None, "0", "3"])

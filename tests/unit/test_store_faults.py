@@ -236,7 +236,7 @@ def test_what_is_purged_while_the_disk_refuses_leaves_later(
         done = Purge().step(store)
         store.worker.submit(int).result()
         assert store.health.state != "ok" and store.summary()["quarantined_bytes"] > 0
-    assert len(done.segment_ids) == done.unpinned == 1
+    assert done["segments"] == done["unpinned"] == 1
     until_well(store)
     store.worker.submit(int).result()
 

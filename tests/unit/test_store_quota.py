@@ -72,7 +72,7 @@ def test_what_is_purged_after_it_was_read_gets_no_name(bench: Workbench) -> None
     bench.offer(store, tokens, read_layers=read_layers)
     assert entered.wait(30)
     (segment,) = store.tree.segments()
-    assert Purge().step(store).writes == 1
+    assert Purge().step(store)["writes"] == 1
     purged.set()
     assert isinstance(store.writes._writes[0].future.exception(), WriteAbandoned)
     assert bench.files() == set()

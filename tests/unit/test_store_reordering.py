@@ -213,7 +213,7 @@ def test_what_is_purged_while_it_is_rewritten_gets_no_name(
     put_selected(bench, store, prompt(1), 3)
     held.begin(store)
 
-    assert Purge().step(store).tokens == 8
+    assert Purge().step(store)["tokens"] == 8
     store.worker.submit(int).result()
     held.go_on.set()
     assert store._job is not None
