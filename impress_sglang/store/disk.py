@@ -81,6 +81,7 @@ class StoreDisk:
         self.peers = Peers(self.directory)
         with contextlib.ExitStack() as undo:
             undo.callback(self.directory.close)
+            undo.callback(self.peers.close, self._seconds)
             self.bucket: BucketPeer | None = None
             if (bucket := open_bucket(config)) is not None:
                 self.bucket = BucketPeer(config, self.directory, bucket, self.peers.news)
@@ -99,11 +100,7 @@ class StoreDisk:
                 undo.callback(self._prober.close, self._seconds)
                 content = None if config.blend == OFF else ContentIndex()
                 self.tree = StoredTree(content, config.ttl)
-                self.places, self._froze = recover_tree(
-                    self.tree, self.directory, self.worker, self.peers
-                )
-                if self._froze:
-                    undo.callback(gc.unfreeze)
+                self.places = recover_tree(self.tree, self.directory, self.worker, self.peers, undo)
                 most = bytes_of(config.ssd_gb) // 2
                 self.pins = Pins(self.directory, self.worker, self.tree, most)
                 self.others = other_stores(self.files, self.directory.path)
@@ -112,7 +109,7 @@ class StoreDisk:
                 raise ConfigError(
                     f"--impress-ssd-dir {config.ssd_path} cannot be read: {error}"
                 ) from error
-            undo.pop_all()
+            self._closing = undo.pop_all()
         self.peers.start()
         if self.bucket is not None:
             self.bucket.begin(self.tree.segments(), self.worker.journal.orders)
@@ -169,16 +166,7 @@ class StoreDisk:
         Work that does not end within `--impress-io-timeout` is left behind.
         """
         self._record_uses(len(self.tree))
-        self.peers.close(self._seconds)
-        if self.bucket is not None:
-            self.bucket.close(self._seconds)
-        if not self.worker.close(self._seconds):
-            logger.warning("access times are not kept for the next start")
-        self._prober.close(self._seconds)
-        self.directory.close()
-        if self._froze:
-            # Now the tree is garbage, which the next opening of a store collects first.
-            gc.unfreeze()
+        self._closing.close()
 
     def _record_uses(self, most: int) -> int:
         used = self.tree.order.take_changed(most)
@@ -262,16 +250,20 @@ def _of_header(files: FileSystem, segment_id: str, path: Path) -> StoredSegment:
 
 
 def recover_tree(
-    tree: StoredTree, directory: StoreDirectory, worker: DiskWorker, peers: Peers
-) -> tuple[Places, bool]:
+    tree: StoredTree,
+    directory: StoreDirectory,
+    worker: DiskWorker,
+    peers: Peers,
+    closing: contextlib.ExitStack,
+) -> Places:
     """Put the segments on the disk into a tree; own files without a place in it are removed.
 
     Returns the places that segments of other servers, which are followed from here on, may still
-    find, and whether the tree is frozen, so that `gc.unfreeze` is due when it goes.
+    find.
 
-    Garbage collection is off meanwhile, and a large tree is frozen: it has no garbage before the
-    store closes, with 100,000 segments each collection would take 0.4 s longer, and requests would
-    wait for it.
+    Garbage collection is off meanwhile, and a large tree is frozen, until `closing`: it has no
+    garbage before the store closes, with 100,000 segments each collection would take 0.4 s longer,
+    and requests would wait for it.
 
     Raises:
         OSError: the directory cannot be read.
@@ -301,7 +293,9 @@ def recover_tree(
             worker.delete({own.segment_id: own.file_bytes for own in useless})
         if large:
             gc.freeze()
+            # Then it is garbage, which the next opening of a store collects first.
+            closing.callback(gc.unfreeze)
     finally:
         if enabled:
             gc.enable()
-    return places, large
+    return places

@@ -137,8 +137,7 @@ class Peers:
         """Remove the oldest segments of a folder if no server has it, on the caller's thread;
         returns the bytes of the files. `only`: names of those that may go."""
         files, freed, gone = self._files, 0, list[str]()
-        lock = files.open(folder / LOCK, os.O_CREAT | os.O_RDWR)
-        try:
+        with files.opened(folder / LOCK, os.O_CREAT | os.O_RDWR) as lock:
             if not try_lock(lock):
                 return 0
             found = [(files.stat(own), name, own) for name, own, _ in segment_files(files, folder)]
@@ -148,8 +147,6 @@ class Peers:
                     freed += status.st_size
                     gone.append(name)
             append(files, folder, {"gone": gone})
-        finally:
-            files.close(lock)
         self.look()
         return freed
 
