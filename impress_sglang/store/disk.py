@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from impress_sglang.codes.groups.energy import QueryMeter
 from impress_sglang.config import ImpressConfig, bytes_of
-from impress_sglang.errors import ConfigError, SegmentUnreadable, StoreUnavailable
+from impress_sglang.errors import ConfigError
 from impress_sglang.options import OFF
 from impress_sglang.storage.directory import (
     CODING,
@@ -28,12 +28,12 @@ from impress_sglang.storage.directory import (
     take_free,
 )
 from impress_sglang.storage.files import FileSystem, installed
-from impress_sglang.storage.segment import OpenSegment, read_header
+from impress_sglang.storage.segment import OpenSegment
 from impress_sglang.store.bucket import open_bucket
 from impress_sglang.store.bucket_peer import BucketPeer
 from impress_sglang.store.content import ContentIndex
 from impress_sglang.store.disk_worker import DiskWorker
-from impress_sglang.store.health import Health, Suspect, Verdict, Work
+from impress_sglang.store.health import Health, Suspect, Work
 from impress_sglang.store.peers import Peers
 from impress_sglang.store.pins import Pins
 from impress_sglang.store.places import Places
@@ -100,7 +100,7 @@ class StoreDisk:
                 undo.callback(self._prober.close, self._seconds)
                 content = None if config.blend == OFF else ContentIndex()
                 self.tree = StoredTree(content, config.ttl)
-                self.places = recover_tree(self.tree, self.directory, self.worker, self.peers, undo)
+                self.places = self._recover(undo)
                 most = bytes_of(config.ssd_gb) // 2
                 self.pins = Pins(self.directory, self.worker, self.tree, most)
                 self.others = other_stores(self.files, self.directory.path)
@@ -120,6 +120,46 @@ class StoreDisk:
             self.tree.file_bytes / 1e6,
             "on" if self.direct else "off",
         )
+
+    def _recover(self, closing: contextlib.ExitStack) -> Places:
+        """Put the segments on the disk into the tree; own files without a place in it are removed.
+
+        Garbage collection is off meanwhile, and a large tree is frozen, until `closing`: it has no
+        garbage before the store closes, with 100,000 segments each collection would take 0.4 s
+        longer, and requests would wait for it.
+        """
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            found, unread = self.worker.recover()
+            large = enabled and len(found) >= _MANY
+            if large:
+                # Present garbage would be frozen, too; to collect it takes longer with the tree.
+                gc.collect()
+            others = self.peers.begin(self.worker.journal.orders)
+            places = Places(self.tree)
+            useless, orphans = places.restore(found + others)
+            if unread or self.peers.unreadable:
+                # They may build on a file that cannot be read now.
+                self.worker.unused_bytes += sum(own.file_bytes for own in orphans)
+            else:
+                useless += orphans
+            for own in useless:
+                logger.warning(
+                    "segment %s has no place: what it builds on is gone, or others are there; "
+                    "removed",
+                    own.segment_id,
+                )
+            if useless:
+                self.worker.delete({own.segment_id: own.file_bytes for own in useless})
+            if large:
+                gc.freeze()
+                # Then it is garbage, which the next opening of a store collects first.
+                closing.callback(gc.unfreeze)
+        finally:
+            if enabled:
+                gc.enable()
+        return places
 
     def is_far(self, segment: StoredSegment) -> bool:
         """Whether only the bucket has a segment."""
@@ -189,113 +229,3 @@ def probe(directory: StoreDirectory) -> Answer:
     except Exception as error:
         return segments, error
     return segments, None
-
-
-def recover(directory: StoreDirectory, worker: DiskWorker) -> tuple[list[StoredSegment], int]:
-    """Bring the index and the folder in line with each other; nothing else runs on the worker yet.
-
-    Unfinished files are removed, damaged ones and those of another identity go to quarantine, and
-    files that cannot be read now stay where they are.
-
-    Returns the segments whose files can be used, and how many files cannot be read now, of which
-    nobody knows what builds on them.
-    """
-    files, known = directory.files, worker.journal.segments()
-    found, adopted, unread = list[StoredSegment](), [], 0
-    for segment_id, path, finished in segment_files(files, directory.path):
-        if not finished:
-            logger.info("removing unfinished %s", path)
-            files.unlink(Path(path))
-            continue
-        row, size = known.pop(segment_id, None), 0
-        try:
-            status = files.stat(path)
-            size = status.st_size
-            segment = row or _of_header(files, segment_id, Path(path))
-            if size != segment.file_bytes:
-                raise SegmentUnreadable(segment_id, "has the wrong size")
-            if segment.info.identity != directory.identity:
-                raise SegmentUnreadable(segment_id, "belongs to another model")
-            segment.written = status.st_mtime
-        except SegmentUnreadable as error:
-            if worker.condemn(error) is Verdict.UNCLEAR:
-                worker.unused_bytes += size
-            continue
-        except (OSError, StoreUnavailable) as error:
-            if row is None:
-                unread += 1
-                worker.unused_bytes += size
-                logger.warning("%s stays where it is, unused: %s", path, error)
-                continue
-            # A segment that the index knows is verified when it is opened. Its age is not known, so
-            # that it may be too old.
-            segment = row
-            segment.written = 0.0
-        if row is None:
-            adopted.append(segment)
-        found.append(segment)
-    for segment_id in known:
-        logger.warning("segment %s is in the index but has no file", segment_id)
-    if adopted or known:
-        worker.record(*([{"gone": list(known)}] if known else []), *adopted)
-    worker.tidy_quarantine()
-    return found, unread
-
-
-def _of_header(files: FileSystem, segment_id: str, path: Path) -> StoredSegment:
-    info = read_header(path, files).info
-    if info.segment_id != segment_id:
-        raise SegmentUnreadable(segment_id, f"is a copy of segment {info.segment_id}")
-    return StoredSegment(info, info.layout().file_bytes)
-
-
-def recover_tree(
-    tree: StoredTree,
-    directory: StoreDirectory,
-    worker: DiskWorker,
-    peers: Peers,
-    closing: contextlib.ExitStack,
-) -> Places:
-    """Put the segments on the disk into a tree; own files without a place in it are removed.
-
-    Returns the places that segments of other servers, which are followed from here on, may still
-    find.
-
-    Garbage collection is off meanwhile, and a large tree is frozen, until `closing`: it has no
-    garbage before the store closes, with 100,000 segments each collection would take 0.4 s longer,
-    and requests would wait for it.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        found, unread = recover(directory, worker)
-        large = enabled and len(found) >= _MANY
-        if large:
-            # Present garbage would be frozen, too; it takes longer to collect with the tree there.
-            gc.collect()
-        others = peers.begin(worker.journal.orders)
-        places = Places(tree)
-        useless, orphans = places.restore(found + others)
-        if unread or peers.unreadable:
-            # They may build on a file that cannot be read now.
-            worker.unused_bytes += sum(own.file_bytes for own in orphans)
-        else:
-            useless += orphans
-        for own in useless:
-            logger.warning(
-                "segment %s has no place: what it builds on is gone, or others are there; removed",
-                own.segment_id,
-            )
-        if useless:
-            worker.delete({own.segment_id: own.file_bytes for own in useless})
-        if large:
-            gc.freeze()
-            # Then it is garbage, which the next opening of a store collects first.
-            closing.callback(gc.unfreeze)
-    finally:
-        if enabled:
-            gc.enable()
-    return places

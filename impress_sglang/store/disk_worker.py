@@ -19,8 +19,14 @@ from torch import Tensor
 
 from impress_sglang.codes.coding import CodingRule
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
-from impress_sglang.storage.directory import QUARANTINE, StoreDirectory, quarantined_files
-from impress_sglang.storage.segment import OpenSegment, SegmentInfo
+from impress_sglang.storage.directory import (
+    QUARANTINE,
+    StoreDirectory,
+    quarantined_files,
+    segment_files,
+)
+from impress_sglang.storage.files import FileSystem
+from impress_sglang.storage.segment import OpenSegment, SegmentInfo, read_header
 from impress_sglang.storage.writer import TEMPORARY_SUFFIX, LayerReader, write_segment
 from impress_sglang.store.health import Health, Verdict
 from impress_sglang.store.journal import Journal, Record
@@ -66,6 +72,56 @@ class DiskWorker(BackgroundThread):
         """When something was last done; as long as this time advances, work goes on."""
         self.unused_bytes = 0
         """Bytes of files that could not be read at the start, and of what may build on them."""
+
+    def recover(self) -> tuple[list[StoredSegment], int]:
+        """Bring the index and the folder in line with each other, before anything else is done.
+
+        Unfinished files are removed, damaged ones and those of another identity go to quarantine,
+        and files that cannot be read now stay where they are.
+
+        Returns the segments whose files can be used, and how many files cannot be read now, of
+        which nobody knows what builds on them; an `OSError` if the folder cannot be read.
+        """
+        files, known = self.files, self.journal.segments()
+        found, adopted, unread = list[StoredSegment](), [], 0
+        for segment_id, path, finished in segment_files(files, self._directory.path):
+            if not finished:
+                logger.info("removing unfinished %s", path)
+                files.unlink(Path(path))
+                continue
+            row, size = known.pop(segment_id, None), 0
+            try:
+                status = files.stat(path)
+                size = status.st_size
+                segment = row or _of_header(files, segment_id, Path(path))
+                if size != segment.file_bytes:
+                    raise SegmentUnreadable(segment_id, "has the wrong size")
+                if segment.info.identity != self._directory.identity:
+                    raise SegmentUnreadable(segment_id, "belongs to another model")
+                segment.written = status.st_mtime
+            except SegmentUnreadable as error:
+                if self.condemn(error) is Verdict.UNCLEAR:
+                    self.unused_bytes += size
+                continue
+            except (OSError, StoreUnavailable) as error:
+                if row is None:
+                    unread += 1
+                    self.unused_bytes += size
+                    logger.warning("%s stays where it is, unused: %s", path, error)
+                    continue
+                # A segment that the index knows is verified when it is opened. Its age is not
+                # known, so that it may be too old.
+                segment = row
+                segment.written = 0.0
+            if row is None:
+                adopted.append(segment)
+            found.append(segment)
+        for segment_id in known:
+            logger.warning("segment %s is in the index but has no file", segment_id)
+        if adopted or known:
+            self.record(*([{"gone": list(known)}] if known else []), *adopted)
+        self.tidy_quarantine()
+        return found, unread
 
     def delete(self, segments: Mapping[str, int]) -> None:
         """Remove segments (id: bytes) and their rows; readers of an open file can go on."""
@@ -263,3 +319,10 @@ class DiskWorker(BackgroundThread):
             logger.error("%s; set aside in quarantine", error)
         self.record({"gone": [error.segment_id]})
         return Verdict.GONE if missing else Verdict.BAD
+
+
+def _of_header(files: FileSystem, segment_id: str, path: Path) -> StoredSegment:
+    info = read_header(path, files).info
+    if info.segment_id != segment_id:
+        raise SegmentUnreadable(segment_id, f"is a copy of segment {info.segment_id}")
+    return StoredSegment(info, info.layout().file_bytes)
