@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from impress_sglang.options import EXACT_BITS
+from impress_sglang.config import EXACT_BITS
 
 # So many observations of an octave are remembered, as the time constant of an exponential: with
 # times that vary by 5%, rates are right within 3%.

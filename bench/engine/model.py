@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from impress_sglang.options import USUAL_BITS
+from impress_sglang.config import USUAL_BITS
 from impress_sglang.storage.layout import KVShape
 
 DISTINCT_LAYERS = 4

@@ -49,8 +49,7 @@ from bench.core.options import SEED, Option, one_of
 from bench.core.report import Result, Row, Table
 from bench.core.session import step
 from bench.traffic.sessions import TRACE, read_sessions
-from impress_sglang.config import ImpressConfig
-from impress_sglang.options import EXACT_BITS
+from impress_sglang.config import EXACT_BITS, ImpressConfig
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.sights import Sights
 from impress_sglang.storage.layout import KVShape

@@ -31,8 +31,8 @@ from bench.core.report import Result, Row, Table, ratio
 from bench.core.servers import SPARE_TOKENS, Server, Servers, servers
 from bench.core.session import BenchFailed, step
 from bench.policies.trace import MIN_SIGMA, Tokens, make_trace
-from impress_sglang.options import PART_POLICIES
-from impress_sglang.options import POLICIES as ALL_POLICIES
+from impress_sglang.config import PART_POLICIES
+from impress_sglang.config import POLICIES as ALL_POLICIES
 from impress_sglang.storage.segment import SEGMENT_SUFFIX
 
 POLICIES = (

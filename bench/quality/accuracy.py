@@ -39,7 +39,7 @@ from bench.core.servers import SPARE_TOKENS, Server, Servers, servers, store_fla
 from bench.core.session import BenchFailed, step
 from bench.quality.tasks import MIN_PREFIX_TOKENS, NORMALISED, TASKS, Item, Task, make_task
 from impress_sglang.codes.rows.basis import Basis
-from impress_sglang.options import BITS, EXACTLY
+from impress_sglang.config import BITS, EXACTLY
 
 Floats = NDArray[np.float64]
 REFERENCE = "recompute"

@@ -33,7 +33,7 @@ from bench.core.options import ASKING, Option
 from bench.core.report import Result, Table, interval
 from bench.core.servers import Server, servers
 from bench.core.session import BenchFailed, step
-from impress_sglang.options import EXACTLY, OFF
+from impress_sglang.config import EXACTLY, OFF
 
 OPTIONS = (
     Option("questions", 40, "how many", quick=2),

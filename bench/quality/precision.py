@@ -42,7 +42,7 @@ from impress_sglang.codes.groups.codec import (
 from impress_sglang.codes.groups.energy import MEASURED_QUERIES
 from impress_sglang.codes.rows.basis import RATES, Basis
 from impress_sglang.codes.rows.fit import SINK_TOKENS
-from impress_sglang.options import BITS
+from impress_sglang.config import BITS
 
 # Of the text that follows, what is the question.
 QUESTION_TOKENS = 24

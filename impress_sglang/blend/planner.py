@@ -20,9 +20,9 @@ import numpy as np
 
 from impress_sglang.blend.job import CHECKED_LAYERS, BlendJob, Kind, groups_of, runs_of
 from impress_sglang.codes.rotation import KeyRotation
+from impress_sglang.config import AUTO, AUTO_SHARE, OFF
 from impress_sglang.cost import Estimate, RequestLengths, most_of
 from impress_sglang.loops.types import Uint8s
-from impress_sglang.options import AUTO, AUTO_SHARE, OFF
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.load_planner import LoadPlan
 from impress_sglang.serving.service import Service

@@ -20,8 +20,7 @@ from impress_sglang.cli import (
 )
 from impress_sglang.cli.bench import measure
 from impress_sglang.cli.server import Server
-from impress_sglang.config import DEFAULT_SSD_DIR
-from impress_sglang.options import BITS, BOTH, CODES, USUAL_BITS
+from impress_sglang.config import BITS, BOTH, CODES, DEFAULT_SSD_DIR, USUAL_BITS
 
 URL = "http://127.0.0.1:30000"
 KEY_VARIABLE = "IMPRESS_KEY"

@@ -18,9 +18,8 @@ import torch
 from impress_sglang.cli import Refused
 from impress_sglang.codes.groups.codec import DIM_GRAIN
 from impress_sglang.codes.rows.basis import Basis
-from impress_sglang.config import ImpressConfig
+from impress_sglang.config import BITS, BITS_TEXT, CODES, ImpressConfig
 from impress_sglang.errors import ImpressError
-from impress_sglang.options import BITS, BITS_TEXT, CODES
 from impress_sglang.storage.layout import KVShape, SegmentLayout
 from impress_sglang.transfer.basis_codec import shape_by
 

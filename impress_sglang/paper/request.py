@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from impress_sglang.config import EXACT_BITS
 from impress_sglang.errors import PrefixUnreadable
-from impress_sglang.options import EXACT_BITS
 from impress_sglang.paper.scores import agreed_tokens, column_sums, own_tokens, similarity_threshold
 from impress_sglang.paper.source import PartSource
 from impress_sglang.paper.store import PartStore

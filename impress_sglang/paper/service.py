@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from impress_sglang.config import AUTO
 from impress_sglang.cost import RequestLengths
-from impress_sglang.options import AUTO
 from impress_sglang.paper.scores import retained_tokens
 from impress_sglang.paper.store import PartStore
 from impress_sglang.serving.load_planner import LoadPlan

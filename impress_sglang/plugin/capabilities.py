@@ -14,9 +14,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from impress_sglang.config import ImpressConfig
+from impress_sglang.config import OFF, ImpressConfig
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.options import OFF
 from impress_sglang.plugin.pools import EIGHT_BITS, LATENT, full_pool, is_latent, pool_of
 
 # Why options must be off.

@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from impress_sglang.config import OFF
 from impress_sglang.cost import RequestLengths
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
-from impress_sglang.options import OFF
 from impress_sglang.plugin.known import Brought, Known, KnownRequests, as_tokens, key_of
 from impress_sglang.plugin.late_start import LateStart
 from impress_sglang.plugin.slot_pool import TreeSlots

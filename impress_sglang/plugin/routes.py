@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from fastapi import Body, Depends, HTTPException, Request
 from fastapi.responses import HTMLResponse, JSONResponse
 
-from impress_sglang.options import EXACTLY, OFF
+from impress_sglang.config import EXACTLY, OFF
 from impress_sglang.plugin.admin import MESSAGE
 from impress_sglang.plugin.compat import config_of
 from impress_sglang.plugin.report_transport import REPORT_KEY

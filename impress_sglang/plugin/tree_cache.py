@@ -29,8 +29,7 @@ from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
 from impress_sglang.codes.rows.basis import Basis
-from impress_sglang.config import ImpressConfig, share_of_rank
-from impress_sglang.options import CODES, EXACTLY, OFF
+from impress_sglang.config import CODES, EXACTLY, OFF, ImpressConfig, share_of_rank
 from impress_sglang.plugin.capabilities import (
     check_alone,
     check_layers,

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from impress_sglang.codes.groups.energy import MEASURED_QUERIES
-from impress_sglang.options import OFF
+from impress_sglang.config import OFF
 from impress_sglang.plugin.eligibility import store_refusal
 from impress_sglang.plugin.known import Known, KnownRequests, as_tokens
 from impress_sglang.plugin.pools import behind as behind_of

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from impress_sglang.config import ImpressConfig
-from impress_sglang.options import (
+from impress_sglang.config import (
     AUTO,
     BITS_TEXT,
     EXACTLY,
     OFF,
+    ImpressConfig,
     Rule,
     is_bits,
     is_blend,

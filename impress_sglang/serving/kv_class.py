@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from impress_sglang.options import EXACT_BITS, OFF
+from impress_sglang.config import EXACT_BITS, OFF
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.store.policies import LoadOptions
 

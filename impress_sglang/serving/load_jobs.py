@@ -22,8 +22,8 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
+from impress_sglang.config import EXACT_BITS
 from impress_sglang.errors import PrefixUnreadable
-from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.store import PrefixStore

@@ -18,8 +18,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from impress_sglang.config import SHORTEST
 from impress_sglang.cost import Estimate
-from impress_sglang.options import SHORTEST
 
 WINDOW = 16
 

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from impress_sglang.config import ImpressConfig
+from impress_sglang.config import EXACT_BITS, ON, ImpressConfig
 from impress_sglang.cost import Estimator
 from impress_sglang.errors import ImpressError
-from impress_sglang.options import EXACT_BITS, ON
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.report import RecentRequests, RequestTotals

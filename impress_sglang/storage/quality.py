@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 
-from impress_sglang.options import EXACT_BITS
+from impress_sglang.config import EXACT_BITS
 
 # Bits and share of exact KVs.
 _ALL = EXACT_BITS, 1.0

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from impress_sglang.codes.groups.energy import QueryMeter
-from impress_sglang.config import ImpressConfig, bytes_of
+from impress_sglang.config import OFF, ImpressConfig, bytes_of
 from impress_sglang.errors import ConfigError
-from impress_sglang.options import OFF
 from impress_sglang.storage.directory import (
     CODING,
     StoreDirectory,

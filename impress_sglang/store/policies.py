@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from impress_sglang.config import ImpressConfig
-from impress_sglang.options import AUTO, AUTO_SHARE, EXACT_BITS, OFF
+from impress_sglang.config import AUTO, AUTO_SHARE, EXACT_BITS, OFF, ImpressConfig
 from impress_sglang.tiers.rules import (
     ImportanceScore,
     LeastFrequentlyUsed,

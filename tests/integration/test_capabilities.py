@@ -25,9 +25,8 @@ from sglang.srt.models import llama, mistral, qwen2, qwen3
 from sglang.srt.server_args import ServerArgs
 
 from impress_sglang.blend.plugin.steps import BLENDED
-from impress_sglang.config import ImpressConfig
+from impress_sglang.config import AUTO, EXACTLY, USUAL, ImpressConfig
 from impress_sglang.errors import ConfigError, UnsupportedError
-from impress_sglang.options import AUTO, EXACTLY, USUAL
 from impress_sglang.plugin import capabilities, factory
 from impress_sglang.plugin.capabilities import (
     check_alone,

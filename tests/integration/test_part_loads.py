@@ -12,8 +12,8 @@ import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from impress_sglang.config import AUTO
 from impress_sglang.errors import SegmentUnreadable
-from impress_sglang.options import AUTO
 from impress_sglang.plugin import known
 from impress_sglang.plugin.admin import handle
 from impress_sglang.serving.load_planner import LoadPlan

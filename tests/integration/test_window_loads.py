@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from torch import Tensor
 
-from impress_sglang.options import EXACTLY
+from impress_sglang.config import EXACTLY
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.tree_nodes import match_resident
 from impress_sglang.storage.layout import KVShape

@@ -28,8 +28,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from torch import Tensor
 
 from impress_sglang.blend.plugin import blends
-from impress_sglang.config import ImpressConfig
-from impress_sglang.options import OFF
+from impress_sglang.config import OFF, ImpressConfig
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.report_transport import Report
 from impress_sglang.plugin.served_cache import ServedCache

@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from impress_sglang.config import ImpressConfig
+from impress_sglang.config import PART_POLICIES, ImpressConfig
 from impress_sglang.errors import SegmentUnreadable
-from impress_sglang.options import PART_POLICIES
 from impress_sglang.paper.source import PartSource
 from impress_sglang.paper.store import PartStore
 from impress_sglang.storage.files import FileSystem

@@ -23,8 +23,8 @@ from bench.policies.serving import counted
 from bench.policies.trace import MAX_QUESTION_TOKENS, Trace, make_trace
 from bench.traffic import systems, trace
 from bench.traffic.sessions import MOONCAKE_BLOCK, Scale, Session, read_sessions
+from impress_sglang.config import POLICIES as ALL_POLICIES
 from impress_sglang.config import ImpressConfig
-from impress_sglang.options import POLICIES as ALL_POLICIES
 from impress_sglang.serving.report import RequestTotals
 
 TOTALS = dict(RequestTotals())

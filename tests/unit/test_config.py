@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from impress_sglang.config import CONFIG_VARIABLE, OPTIONS, ImpressConfig, enable_for_engine
-from impress_sglang.errors import ConfigError
-from impress_sglang.options import (
+from impress_sglang.config import (
     AUTO,
     AUTO_FLOOR,
     BITS,
+    CONFIG_VARIABLE,
     EXACT_BITS,
     EXACTLY,
     IO_ENGINES,
@@ -24,12 +23,16 @@ from impress_sglang.options import (
     LOADS,
     OFF,
     ON,
+    OPTIONS,
     PART_POLICIES,
     POLICIES,
     REORDER_KEYS,
     SCHEDULES,
     USUAL_BITS,
+    ImpressConfig,
+    enable_for_engine,
 )
+from impress_sglang.errors import ConfigError
 
 FIELDS = {field.name for field in dataclasses.fields(ImpressConfig)}
 FLAG_OF = {option.field: option.flag for option in OPTIONS}

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from impress_sglang.config import EXACT_BITS
 from impress_sglang.cost import (
     MAX_GAP_BYTES,
     MOST_LATE,
@@ -21,7 +22,6 @@ from impress_sglang.cost import (
     most_of,
     pairs_of,
 )
-from impress_sglang.options import EXACT_BITS
 
 HIDDEN_SIZE = 2048
 

@@ -26,9 +26,9 @@ from impress_sglang.codes.groups.codec import (
 )
 from impress_sglang.codes.groups.energy import QueryMeter, energy_of, no_queries
 from impress_sglang.codes.groups.slots import restore as restore_slots
+from impress_sglang.config import BITS
 from impress_sglang.errors import NotCodable
 from impress_sglang.loops import groups as loops
-from impress_sglang.options import BITS
 from impress_sglang.storage.directory import CODING
 from impress_sglang.storage.layout import Pages
 from impress_sglang.transfer import codecs

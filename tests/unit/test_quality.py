@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from impress_sglang.options import AUTO, AUTO_SHARE, BITS, EXACT_BITS, OFF
+from impress_sglang.config import AUTO, AUTO_SHARE, BITS, EXACT_BITS, OFF
 from impress_sglang.serving.kv_class import KVClass, marked, unmarked
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.store.policies import LoadOptions

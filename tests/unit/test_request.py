@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.config import ImpressConfig
-from impress_sglang.options import (
+from impress_sglang.config import (
     AUTO,
     AUTO_FLOOR,
     BITS,
@@ -20,6 +19,7 @@ from impress_sglang.options import (
     OFF,
     POLICIES,
     USUAL_BITS,
+    ImpressConfig,
 )
 from impress_sglang.serving.custom_params import (
     BITS_KEY,

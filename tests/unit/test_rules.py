@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.config import ImpressConfig
+from impress_sglang.config import POLICIES, ImpressConfig
 from impress_sglang.loops.types import Floats
-from impress_sglang.options import POLICIES
 from impress_sglang.store.policies import Policy, make_policy
 from impress_sglang.tiers.rules import (
     LAST_TURN,

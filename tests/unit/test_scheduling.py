@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from impress_sglang.config import CLASSES, SHORTEST
 from impress_sglang.cost import Estimate
-from impress_sglang.options import CLASSES, SHORTEST
 from impress_sglang.serving.scheduling import WINDOW, QueueOrder, Serving
 
 # What serving takes, and whether anything is cached.

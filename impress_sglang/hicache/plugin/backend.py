@@ -33,10 +33,9 @@ from torch import Tensor
 from impress_sglang.codes.groups.codec import DIM_GRAIN, GROUP_TOKENS, GroupLayout, encode_layer
 from impress_sglang.codes.groups.slots import restore
 from impress_sglang.codes.rows.fit import SINK_TOKENS
-from impress_sglang.config import ImpressConfig, bytes_of
+from impress_sglang.config import BITS, BITS_TEXT, ImpressConfig, bytes_of
 from impress_sglang.errors import ConfigError, NotCodable, UnsupportedError
 from impress_sglang.hicache.pages import KEY_BYTES, PageStore
-from impress_sglang.options import BITS, BITS_TEXT
 from impress_sglang.plugin.capabilities import check_values
 from impress_sglang.plugin.factory import draft_runners, identity_of
 from impress_sglang.plugin.rank_groups import identity_of_rank, ranks_of
