@@ -9,24 +9,23 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 
 from impress_sglang.storage.segment import Priority
-from impress_sglang.store.stored import SegmentState, StoredSegment
+from impress_sglang.store.stored import StoredSegment
 
 # The last access of a segment whose coming is no use of it, nor of what it builds on.
 LEAST = -1
 
 
 class EvictionOrder:
-    """Segments that have a file or will have one: lowest level first, then least recently used.
+    """Segments that have a file or will have one: lowest priority first, then least recently used.
 
-    A use of a segment is also a use of all that it builds on, and these have no lower level. So a
-    segment comes before those that it builds on, and a search for one to evict that nothing builds
-    on finds it in front, however many there are.
+    A use of a segment is also a use of all that it builds on. So it comes before those of them that
+    have no lower priority, and a search for one that nothing builds on finds it in front.
     """
 
     def __init__(self, ttl: float = 0.0) -> None:
         """`ttl`: in how many seconds segments expire that have no shorter time; 0: never."""
         self._ttl = ttl
-        # By namespace, None for all of them, and by level.
+        # By namespace, None for all of them, and by priority.
         self._orders: dict[tuple[str | None, Priority], OrderedDict[StoredSegment, None]] = (
             defaultdict(OrderedDict)
         )
@@ -40,19 +39,19 @@ class EvictionOrder:
         return self.of(None)
 
     def __contains__(self, segment: StoredSegment) -> bool:
-        return segment in self._orders.get((None, segment.level), ())
+        return segment in self._orders.get((None, segment.info.priority), ())
 
     def __len__(self) -> int:
-        return sum(len(self._orders.get((None, level), ())) for level in Priority)
+        return sum(len(self._orders.get((None, own), ())) for own in Priority)
 
     def latest(self) -> Iterator[StoredSegment]:
-        """All segments, most recently used first, whatever their level."""
-        levels = (reversed(self._orders.get((None, level), {})) for level in reversed(Priority))
-        return heapq.merge(*levels, key=lambda own: -own.last_access)
+        """All segments, most recently used first, whatever their priority."""
+        orders = (reversed(self._orders.get((None, own), {})) for own in reversed(Priority))
+        return heapq.merge(*orders, key=lambda own: -own.last_access)
 
     def of(self, namespace: str | None) -> Iterator[StoredSegment]:
         """Segments of a namespace, in the same order; dependents are in the same namespace."""
-        orders = (self._orders.get((namespace, level), ()) for level in Priority)
+        orders = (self._orders.get((namespace, own), ()) for own in Priority)
         return itertools.chain.from_iterable(orders)
 
     def add(self, segment: StoredSegment) -> None:
@@ -66,11 +65,9 @@ class EvictionOrder:
                 self._due = [own for own in self._due if own[2] in self]
                 heapq.heapify(self._due)
             heapq.heappush(self._due, (due, id(segment), segment))
-        if segment.parent is not None and segment.parent.level < segment.level:
-            self.settle(segment.parent)
         if segment.last_access == LEAST and not segment.num_dependents:
             for name in (None, segment.info.namespace):
-                self._orders[name, segment.level].move_to_end(segment, last=False)
+                self._orders[name, segment.info.priority].move_to_end(segment, last=False)
         elif segment.last_access <= 0:
             self.note(segment)
 
@@ -87,38 +84,20 @@ class EvictionOrder:
             own.last_access = self.now
             # A segment gone since the match is nowhere.
             if own in self:
-                self._put(own)
+                self._leave(own)
+                self._join(own)
                 self._changed[own] = None
-
-    def settle(self, segment: StoredSegment) -> None:
-        """Update the levels of a segment and of those above it, after its dependents changed."""
-        for own in _path_up(segment):
-            if own.own_level is own.level:
-                return
-            self._put(own)
-
-    def _put(self, segment: StoredSegment) -> None:
-        """Make a segment the last one of its present own level; a hole has no place."""
-        level, above = segment.own_level, segment.parent
-        if above is not None:
-            above.dependents[segment.level] -= 1
-            above.dependents[level] += 1
-        if there := segment in self:
-            self._leave(segment)
-        segment.level = level
-        if there:
-            self._join(segment)
 
     def _join(self, segment: StoredSegment) -> None:
         for name in (None, segment.info.namespace):
-            self._orders[name, segment.level][segment] = None
+            self._orders[name, segment.info.priority][segment] = None
 
     def _leave(self, segment: StoredSegment) -> None:
         for name in (None, segment.info.namespace):
-            order = self._orders[name, segment.level]
+            order = self._orders[name, segment.info.priority]
             del order[segment]
             if not order:
-                del self._orders[name, segment.level]
+                del self._orders[name, segment.info.priority]
 
     def change(self, segment: StoredSegment) -> None:
         """Note that a segment has another name, or builds on another one."""
@@ -156,11 +135,11 @@ class EvictionOrder:
     def check(self, segment: StoredSegment) -> None:
         """Check that a segment of the tree has its place, in constant time."""
         there, above = segment in self, segment.parent
-        assert there == (segment.state is not SegmentState.LOST)
-        assert segment.level is segment.own_level
-        assert there == (segment in self._orders.get((segment.info.namespace, segment.level), ()))
+        assert there != segment.lost
+        own = self._orders.get((segment.info.namespace, segment.info.priority), ())
+        assert there == (segment in own)
         if above is not None:
-            assert above.level >= segment.level and above.dependents[segment.level] > 0
+            assert above.num_dependents > 0
             assert above not in self or above.last_access >= segment.last_access
 
 

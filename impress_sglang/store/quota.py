@@ -25,7 +25,7 @@ from impress_sglang.store.disk import StoreDisk
 from impress_sglang.store.eviction_order import EvictionOrder
 from impress_sglang.store.lookahead import LookAhead
 from impress_sglang.store.open_segments import OpenSegments
-from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
+from impress_sglang.store.stored import StoredMatch, StoredSegment
 
 logger = logging.getLogger(__name__)
 
@@ -242,45 +242,50 @@ class _Choice:
     def __init__(self, is_needed: Callable[[StoredSegment], bool], keep: StoredMatch) -> None:
         self.victims: list[StoredSegment] = []
         self.num_bytes = 0
-        # Segments that were passed over because they are needed, or not ours.
-        self._in_use: dict[StoredSegment, None] = {}
+        # Passed over because they are built on, needed, or not ours.
+        self._passed: dict[StoredSegment, None] = {}
         self._is_needed = is_needed
         self._spared = {span.segment for span in keep.spans}
         # For segments that lose some of their dependents: how many of these stay.
-        self._staying: dict[str, int] = {}
+        self._staying: dict[StoredSegment, int] = {}
 
     def take_from(self, segments: Iterable[StoredSegment], most: float) -> None:
         """Choose segments in this order until there are `most` bytes with earlier choices."""
-        # Dependents of a segment come before it, so one look at each is enough.
-        for own in segments:
+        for segment in segments:
+            own: StoredSegment | None = segment
+            while own is not None and self.num_bytes < most:
+                own = self._consider(own)
             if self.num_bytes >= most:
                 break
-            built_on = self._staying.get(own.segment_id, own.num_dependents)
-            if built_on or own in self._spared or not own.on_disk:
-                continue
-            if own.home is None and self._is_needed(own):
-                self._in_use[own] = None
-                continue
-            self._spared.add(own)
-            self._count_out(own)
-            if own.home is None:
-                self.victims.append(own)
-                self.num_bytes += own.file_bytes
-            else:
-                # It is for its server to remove, and does not keep what it builds on.
-                self._in_use[own] = None
+
+    def _consider(self, segment: StoredSegment) -> StoredSegment | None:
+        """Choose a segment, if it may go; returns what was passed over because of it."""
+        if segment in self._spared or not segment.on_disk:
+            return None
+        ours, built_on = segment.home is None, self._staying.get(segment, segment.num_dependents)
+        if built_on or (ours and self._is_needed(segment)):
+            self._passed[segment] = None
+            return None
+        self._spared.add(segment)
+        if ours:
+            self._passed.pop(segment, None)
+            self.victims.append(segment)
+            self.num_bytes += segment.file_bytes
+        else:
+            # It is for its server to remove, and does not keep what it builds on.
+            self._passed[segment] = None
+        above = segment.parent
+        while above is not None:
+            left = self._staying.get(above, above.num_dependents) - 1
+            self._staying[above] = left
+            if left or not above.lost:
+                break
+            # A hole goes with the last one that builds on it.
+            above = above.parent
+        # What has a lower priority than its last dependent came before.
+        return above if above in self._passed else None
 
     def note_uses(self, order: EvictionOrder) -> None:
-        """Let being needed count as a use, so that the next search need not pass these again."""
-        for used in self._in_use:
+        """Let that count as a use, so that the next search need not pass these again."""
+        for used in self._passed:
             order.note(used)
-
-    def _count_out(self, segment: StoredSegment) -> None:
-        """Count, for the segments above one that goes, how many of their dependents stay."""
-        above, staying = segment.parent, self._staying
-        while above is not None:
-            staying[above.segment_id] = staying.get(above.segment_id, above.num_dependents) - 1
-            if staying[above.segment_id] or above.state is not SegmentState.LOST:
-                return
-            # A lost segment goes with the last one that builds on it.
-            above = above.parent

@@ -9,8 +9,7 @@ of its own. It is filled, perhaps in part, when its tokens are stored again.
 
 Invariants (`check`):
   * a segment is a child of its parent, at that of the parent's tokens at which it begins;
-  * `dependents` counts the children;
-  * no segment leaves the disk at a lower level than what hangs below it;
+  * `num_dependents` counts the children;
   * something hangs below the last token of a hole;
   * no segment is of better quality than the one above it.
 """
@@ -226,10 +225,8 @@ class StoredTree:
         while above is not None and above.lost and not above.children:
             self._leave(above)
             above = above.parent
-        if above is not None:
-            if above.lost:
-                _shorten(above)
-            self.order.settle(above)
+        if above is not None and above.lost:
+            _shorten(above)
 
     def check(self, segment: StoredSegment) -> None:
         """Check that a segment has its place in the tree.
@@ -275,20 +272,20 @@ class StoredTree:
         above.children |= children
         for own in _each(children):
             assert own.parent is not None
-            own.parent.dependents[own.level] -= 1
+            own.parent.num_dependents -= 1
             own.parent = above
-            above.dependents[own.level] += 1
+            above.num_dependents += 1
             self.order.change(own)
 
     def _join(self, segment: StoredSegment, above: StoredSegment | None) -> None:
         """Put a segment, with what builds on it, into the tree."""
         info = segment.info
-        segment.parent, segment.level = above, segment.own_level
+        segment.parent = above
         if above is None:
             children = self._roots.setdefault(info.namespace, {})
         else:
             children = above.children
-            above.dependents[segment.level] += 1
+            above.num_dependents += 1
         same = children.setdefault(info.prefix_len, {}).setdefault(int(info.tokens[0]), [])
         same.append(segment)
         same.sort(key=lambda own: own.info.quality.rank)
@@ -309,7 +306,7 @@ class StoredTree:
         if not place:
             del children[info.prefix_len]
         if above is not None:
-            above.dependents[segment.level] -= 1
+            above.num_dependents -= 1
         elif not children:
             del self._roots[info.namespace]
         self._count(segment, -segment.file_bytes)

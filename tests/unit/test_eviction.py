@@ -12,8 +12,6 @@ from impress_sglang.paper.source import PartSource
 from impress_sglang.paper.store import PartStore
 from impress_sglang.storage.segment import Priority
 from impress_sglang.store.lookahead import LookAhead
-from impress_sglang.store.store import PrefixStore
-from impress_sglang.store.stored import StoredSegment
 from impress_sglang.store.writing import StoreOutcome
 from tests.unit import store_factory as stores
 from tests.unit.kv_factory import as_tokens
@@ -159,35 +157,34 @@ def test_what_leaves_and_what_stays(bench: Workbench, shown: str) -> None:
         assert history.store.stats.segments_evicted == len(history.named) - left
 
 
-def segment_of(store: PrefixStore, *which: int) -> StoredSegment:
-    return look_up(store, prompt(*which)).spans[-1].segment
-
-
 def test_what_others_build_on_goes_with_them(bench: Workbench) -> None:
     """1 is low, and so is 2, on which a high one builds for a while."""
     store = bench.open(ssd_gb=gb(5 * bench.one))
     bench.put_all(store, 1, 2, priority=LOW)
     bench.put(store, prompt(2, 16), priority=HIGH, ttl=10)
     bench.put(store, prompt(3))
-    assert [segment_of(store, n).level for n in (1, 2, 3)] == [LOW, HIGH, NORMAL]
     bench.put_all(store, 4, 5, 6)
     assert lengths(store, 1, 2, 3, 4) == [0, 8, 0, 8]
 
     store.expire(store.tree.order.take_due(time.time() + 20, 64))
 
     check_store(store)
-    assert segment_of(store, 2).level is LOW, "nothing builds on it any more"
     bench.put_all(store, 7, 8)
     assert lengths(store, 2, 4) == [0, 8]
 
 
-def test_a_hole_has_the_level_of_what_builds_on_it(bench: Workbench, store: PrefixStore) -> None:
-    bench.put(store, prompt(1), priority=LOW)
-    bench.put(store, prompt(1, 16), priority=HIGH)
-    bench.put(store, prompt(1, 24), priority=NORMAL)
-    middle = segment_of(store, 1, 16)
-    stores.lose(bench, store, middle.segment_id, gone=True)
-    assert segment_of(store, 1).level is NORMAL
-    bench.put(store, prompt(1, 16), priority=HIGH)
-    levels = [own.segment.level for own in look_up(store, prompt(1, 24)).spans]
-    assert levels == [HIGH, HIGH, NORMAL]
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_low_one_goes_at_once_with_the_last_that_builds_on_it(
+    bench: Workbench, lost: bool
+) -> None:
+    """Also where there is a hole between them."""
+    store = bench.open(ssd_gb=gb(4 * bench.one))
+    for count, priority in ((8, LOW), (16, LOW), (24, HIGH)):
+        bench.put(store, prompt(1, count), priority=priority)
+    bench.put(store, prompt(2), priority=HIGH)
+    if lost:
+        middle = look_up(store, prompt(1, 16)).spans[-1].segment
+        stores.lose(bench, store, middle.segment_id, gone=True)
+    bench.put(store, prompt(3, 32), priority=HIGH)
+    assert lengths(store, 1, 2) == [0, 0] and length(store, prompt(3, 32)) == 32
+    assert len(store.tree) == 1

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from impress_sglang.storage.segment import Priority
 from impress_sglang.store import disk as disk_module
 from impress_sglang.store import places
 from impress_sglang.store import tree as tree_module
@@ -247,8 +246,7 @@ DAMAGE: dict[str, Callable[[PrefixStore, StoredSegment], object]] = {
         own.parent.info, "quality", COARSE
     ),
     "lost without being a hole": lambda _, own: setattr(own, "state", SegmentState.LOST),
-    "a level": lambda _, own: setattr(own, "level", Priority.LOW),
-    "what builds on it": lambda _, own: own.parent.dependents.__setitem__(1, 0),  # type: ignore
+    "what builds on it": lambda _, own: setattr(own.parent, "num_dependents", 0),
     "an order": lambda store, own: store.tree.order.remove(own),
     "a use": lambda _, own: setattr(own, "last_access", 10**6),
     "tokens": lambda _, own: object.__setattr__(own.info, "tokens", own.info.tokens + 1),
