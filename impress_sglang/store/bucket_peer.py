@@ -90,8 +90,8 @@ class BucketPeer:
         self._known: dict[str, StoredSegment | None] = {}
         self._heard: set[str] = set()
         self._doomed: dict[str, float] = {}
-        # When, and which object of that name.
-        self._delete_at: dict[str, tuple[float, ObjectMeta | None]] = {}
+        # Those to be deleted, and which object of that name.
+        self._purged: dict[str, ObjectMeta | None] = {}
         # To purge, which are still to be told.
         self._orders: collections.deque[Mapping[str, Any]] = collections.deque()
         # Segments of an earlier process.
@@ -101,7 +101,7 @@ class BucketPeer:
         # Segments of ours that are what an object is, or would be, what they build on, and age.
         self._own: dict[str, tuple[SegmentInfo, str, float]] = {}
         self.sent = 0
-        self._stop, self._looked = threading.Event(), threading.Event()
+        self._stop, self._looked = threading.Event(), False
         names = "impress-s3", "impress-s3-send", "impress-s3-keep"
         self._looker, self._sender, self._keeper = map(BackgroundThread, names)
         self._readers = [BackgroundThread("impress-head") for _ in range(_HEADER_THREADS)]
@@ -155,7 +155,7 @@ class BucketPeer:
 
     def catch_up(self) -> None:
         """Send what an earlier process has not sent, once orders that came since are obeyed."""
-        if self._looked.is_set() and not self._news:
+        if self._looked and not self._news:
             until = time.monotonic() + _MOST_SECONDS
             while self._left and time.monotonic() < until:
                 segment = self._left.popleft()
@@ -186,15 +186,13 @@ class BucketPeer:
                 self._announce(name, LEAST)
 
     def delete(self, segment: StoredSegment) -> None:
-        """Delete the object of a segment with the next look; one that has expired may be read for
-        a while."""
-        grace = GRACE_SECONDS if segment.due <= time.time() else 0.0
+        """Delete the object of a segment with the next look."""
         name = self.name_of(segment.info)
         with self._lock:
             known = self._known.get(name)
             # What was stored anew has the same name.
             if known is not None and known.segment_id == segment.segment_id:
-                self._delete_at[name] = time.monotonic() + grace, self._listed.get(name)
+                self._purged[name] = self._listed.get(name)
 
     def tell(self, order: Mapping[str, Any]) -> None:
         """Tell all servers an order to purge."""
@@ -296,7 +294,7 @@ class BucketPeer:
         self._forget([*gone, *doomed])
         new = [name for name in listed if name not in known and name not in doomed]
         self._learn(sorted(new, key=lambda own: listed[own].modified))
-        self._looked.set()
+        self._looked = True
         # Last, because who may only read goes no further.
         while self._orders:
             content = json.dumps(self._orders[0], sort_keys=True).encode()
@@ -305,27 +303,25 @@ class BucketPeer:
             self._heard.add(name)
             self._bucket.put(name, content)
             self._orders.popleft()
-        at = time.monotonic()
-        with self._lock:
-            due = {name: own for name, (when, own) in self._delete_at.items() if at > when}
-        late = [own for own, since in doomed.items() if at > since + GRACE_SECONDS]
-        going = [*late, *(name for name, own in due.items() if listed.get(name, own) == own)]
+        late = [own for own, at in doomed.items() if time.monotonic() > at + GRACE_SECONDS]
+        purged = dict(self._purged)
+        going = late + [name for name, own in purged.items() if listed.get(name, own) == own]
         told = time.time() - ORDER_SECONDS
         old = [name for name, own in orders.items() if own.modified.timestamp() < told]
         self._bucket.delete([*going, *(name for name in old if name in self._heard)])
-        # What was stored since is sent anew.
-        left = [own for own in doomed_before if own not in listed]
-        written = {name: own[2] for name in (*late, *left) if (own := self._own.get(name))}
-        anew = [name for name, at in written.items() if at > before[name].modified.timestamp()]
         with self._lock:
             for name in going:
                 listed.pop(name, None)
                 doomed.pop(name, None)
-            for name in due:
-                self._delete_at.pop(name, None)
+            for name in purged:
+                del self._purged[name]
         self._forget(going)
-        for name in (*anew, *due):
-            self._sender.submit(self._send, name)
+        left = [own for own in doomed_before if own not in listed]
+        for name in {*going, *purged, *left}:
+            own, was = self._own.get(name), before.get(name)
+            # What was stored since is sent anew.
+            if own and (was is None or own[2] > was.modified.timestamp()):
+                self._sender.submit(self._send, name)
 
     def _forget(self, names: Iterable[str]) -> None:
         for name in names:
@@ -403,7 +399,6 @@ class BucketPeer:
     def close(self, seconds: float) -> None:
         """End the threads, or leave them behind if that takes more than `seconds`."""
         self._stop.set()
-        self._looked.set()
         until = time.monotonic() + seconds
         for thread in (self._looker, self._keeper, self._sender, *self._readers):
             thread.close(max(until - time.monotonic(), 0.0))
