@@ -29,7 +29,6 @@ from tests.unit.store_factory import (
     Workbench,
     check_rows,
     length,
-    lengths,
     look_up,
     path_of,
     prompt,
@@ -182,8 +181,10 @@ def test_the_index_may_refuse(
 def test_a_directory_that_goes_and_comes_back(
     bench: Workbench, store: PrefixStore, tmp_path: Path
 ) -> None:
-    """Unmounted, say: nothing is made in its place, and all is found again."""
+    """Unmounted, say: nothing is made in its place, and all is found again but what was purged
+    meanwhile, whose files seem to be gone already."""
     bench.put(store, prompt(1, 40))
+    bench.put(store, prompt(2))
     away = tmp_path / "away"
     own = next(bench.root.iterdir())
     shutil.move(own, away)
@@ -193,32 +194,19 @@ def test_a_directory_that_goes_and_comes_back(
     stores.until(store, lambda: store.health.state == "degraded")
 
     assert length(store, prompt(1, 40)) == 0
-    assert bench.offer(store, prompt(2)) is StoreOutcome.UNAVAILABLE
+    assert bench.offer(store, prompt(3)) is StoreOutcome.UNAVAILABLE
+    (purged,) = (own for own in store.tree.segments() if own.info.num_tokens == 8)
+    store.writes.discard([purged], Cause.PURGED)
+    stores.until(store, lambda: bool(store.worker.unremoved()))
     assert own.is_file()
     own.unlink()
     shutil.move(away, own)
     until_well(store)
-    check_rows(store, prompt(1, 40))
-    assert store.stats.segments_gone == 0
-
-
-def test_what_is_purged_while_the_directory_is_away_does_not_come_back(
-    bench: Workbench, store: PrefixStore, tmp_path: Path
-) -> None:
-    """Each file seems to be gone already."""
-    bench.put_all(store, 1, 2)
-    shutil.move(bench.root, tmp_path / "away")
-    store.writes.discard([look_up(store, prompt(1)).spans[0].segment], Cause.PURGED)
-    store.worker.submit(int)
-    stores.until(store, lambda: bool(store.worker.unremoved()))
-    shutil.move(tmp_path / "away", bench.root)
-    until_well(store)
     stores.until(store, lambda: not store.worker.unremoved())
-
-    assert len(bench.files()) == 1
-    bench.close(store)
-    again = bench.open()
-    assert lengths(again, 1, 2) == [0, 8]
+    check_rows(store, prompt(1, 40))
+    assert store.stats.segments_gone == 0 and len(bench.files()) == 1
+    store = bench.reopen(store)
+    assert length(store, prompt(1, 40)) == 40 and length(store, prompt(2)) == 0
 
 
 def test_what_is_purged_while_the_disk_refuses_leaves_later(
