@@ -6,9 +6,10 @@ A mutant is one change in a function: a comparison, an operator, a number, a con
 a statement left out. One process collects all tests but those of servers and notes which functions
 each calls. For each mutant a fork of it gets the changed code and runs tests that call the
 function, one of each test function first and then more of those that are quick, until one fails.
-One whose tests do not end is killed, too: without it they took less than a third of the time that it is given. A mutant is
-drawn by the hash of its place, so one seed draws nearly the same ones from two versions of the
-code. A run takes half an hour on one core; tests in processes of their own do not see a mutant.
+One whose tests do not end is killed, too: without it they took less than a third of the time that
+it is given. A mutant is drawn by the hash of its place, so one seed draws nearly the same ones from
+two versions of the code. A run takes half an hour on one core; tests in processes of their own do
+not see a mutant.
 """
 
 from __future__ import annotations
