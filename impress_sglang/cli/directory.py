@@ -18,13 +18,7 @@ import torch
 
 from impress_sglang.cli import Refused, Unreachable
 from impress_sglang.config import ImpressConfig
-from impress_sglang.errors import (
-    ConfigError,
-    PrefixUnreadable,
-    SegmentUnreadable,
-    StoreError,
-    StoreUnavailable,
-)
+from impress_sglang.errors import ConfigError, PrefixUnreadable, StoreError
 from impress_sglang.storage.directory import (
     StoreDirectory,
     format_of,
@@ -35,13 +29,7 @@ from impress_sglang.storage.directory import (
 )
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.storage.segment import (
-    FORMAT_VERSION,
-    OpenSegment,
-    SegmentInfo,
-    Tokens,
-    read_header,
-)
+from impress_sglang.storage.segment import FORMAT_VERSION, OpenSegment, SegmentInfo, Tokens
 from impress_sglang.store.disk import StoreDisk
 from impress_sglang.store.journal import Journal
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, namespace_text
@@ -53,8 +41,8 @@ FILES = FileSystem()
 # So long, because no request waits for the disk.
 PATIENCE_S = 3600.0
 _UNBOUNDED_GB = 1e9
-# The shape for a store without segments, in which nothing is read or written.
-_NO_SHAPE = KVShape(1, 1, 1, 4, 4, torch.float16, ())
+# Any shape does for a store by which no KVs are read or written.
+_SHAPE = KVShape(1, 1, 1, 4, 4, torch.float16, ())
 
 Row: TypeAlias = dict[str, Any]
 Which: TypeAlias = Mapping[str, Any]
@@ -180,8 +168,8 @@ def stores_in(root: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def opened(path: Path, shape: KVShape | None = None) -> Iterator[PrefixStore]:
-    """Open the store in a folder, and close it in the end; `shape`: None for that of segments."""
+def opened(path: Path) -> Iterator[PrefixStore]:
+    """Open the store in a folder, and close it in the end."""
     config = ImpressConfig(
         ssd_dir=str(path.parent),
         ssd_gb=_UNBOUNDED_GB,
@@ -193,8 +181,7 @@ def opened(path: Path, shape: KVShape | None = None) -> Iterator[PrefixStore]:
     with _reachable(path):
         directory = StoreDirectory(FILES, path.parent, path.name)
         disk = StoreDisk(config, directory.identity, FILES, directory)
-        shape = shape or _shape_in(path)
-        store = PrefixStore(config, directory.identity, shape, files=FILES, disk=disk)
+        store = PrefixStore(config, directory.identity, _SHAPE, files=FILES, disk=disk)
     try:
         yield store
     finally:
@@ -282,11 +269,3 @@ def _sizes(path: Path, *, all_files: bool = False) -> list[int]:
 
 def _entries(path: Path) -> list[StoredSegment]:
     return list(Journal(FILES, path).segments().values())
-
-
-def _shape_in(path: Path) -> KVShape:
-    for _, own, finished in segment_files(FILES, path):
-        with contextlib.suppress(SegmentUnreadable, StoreUnavailable):
-            if finished:
-                return read_header(Path(own), FILES).info.shape
-    return _NO_SHAPE

@@ -105,7 +105,7 @@ def import_(root: Path, which: Which, path: Path) -> Row:
                 f"{path} is of the model identity {first.identity}, and here are stores of "
                 f"{', '.join(names)} only: start its server here once"
             )
-    with opened(root / first.identity, first.shape) as store:
+    with opened(root / first.identity) as store:
         now, name = time.time(), store.namespace(namespace)
         new, copied, num_bytes = list[tuple[StoredSegment, Tokens]](), 0, 0
         for own in exported.segments():

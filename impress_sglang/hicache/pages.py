@@ -53,8 +53,8 @@ _ENTRY = struct.Struct(f"<{KEY_BYTES}sQQQ")
 _MOST_PAGES = 1 << 20
 # A pack is written and evicted as a whole; one read has neighbouring pages of it.
 PACK_BYTES, RUN_BYTES = 64 << 20, 32 << 20
-# Seconds between looks for packs of other processes, and between notes of a pack's use.
-LOOK_SECONDS, NOTE_SECONDS = 1.0, 60.0
+# Seconds between looks for packs of other processes.
+LOOK_SECONDS = 1.0
 # For so many seconds other processes' bytes are not counted again; and the share of the quota that
 # is evicted at once, since that looks at all files.
 COUNT_SECONDS, SLACK = 10.0, 0.02
@@ -169,7 +169,6 @@ class PageStore:
         self._lock, self._reading, self._writing = (threading.RLock() for _ in range(3))
         self._index: dict[bytes, Page] = {}
         self._packs: dict[str, Sequence[bytes]] = {}
-        self._noted: dict[str, float] = {}
         self._probes: list[Future[None]] = []
         self._held, self._counted_at, self._looked_at = 0, -COUNT_SECONDS, -LOOK_SECONDS
         self._in, self._out = (AlignedBuffer(), AlignedBuffer()), AlignedBuffer()
@@ -368,11 +367,8 @@ class PageStore:
         try:
             with self._files.opened(self._folder / first.pack, flags) as descriptor:
                 self._files.read(descriptor, first.offset, view)
-                now = time.monotonic()
-                if now - self._noted.get(first.pack, -NOTE_SECONDS) >= NOTE_SECONDS:
-                    self._noted[first.pack] = now
-                    with contextlib.suppress(OSError):
-                        self._files.date(descriptor, time.time_ns())
+                with contextlib.suppress(OSError):
+                    self._files.date(descriptor, time.time_ns())
         except FileNotFoundError:
             return None
         except EOFError:

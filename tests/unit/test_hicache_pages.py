@@ -186,7 +186,6 @@ def test_the_quota_takes_what_was_not_used_for_longest(
     pages = opened(gb=(3 * PACK_OF_ONE + 100) / 1e9)
     for number in (1, 2):
         store(pages, number)
-    monkeypatch.setattr(pages_module, "NOTE_SECONDS", -1.0)
     assert load(pages, 1) == [1]
     monkeypatch.setattr(pages_module, "SLACK", 0.0)
     assert store(pages, 3) == [True]
