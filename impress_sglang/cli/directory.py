@@ -18,7 +18,7 @@ import torch
 
 from impress_sglang.cli import Refused, Unreachable
 from impress_sglang.config import ImpressConfig
-from impress_sglang.errors import ConfigError, PrefixUnreadable, StoreError
+from impress_sglang.errors import ConfigError, PrefixUnreadable, StoreInUseError
 from impress_sglang.storage.directory import (
     StoreDirectory,
     format_of,
@@ -178,33 +178,22 @@ def opened(path: Path) -> Iterator[PrefixStore]:
         host_gb=0.0,
         io_timeout=PATIENCE_S,
     )
-    with _reachable(path):
-        directory = StoreDirectory(FILES, path.parent, path.name)
+    with _locked(path) as directory:
         disk = StoreDisk(config, directory.identity, FILES, directory)
         store = PrefixStore(config, directory.identity, _SHAPE, files=FILES, disk=disk)
-    try:
-        yield store
-    finally:
-        store.close()
+        with contextlib.closing(store):
+            yield store
     if (found := store.health.summary())["state"] != "ok":
         raise Unreachable(f"not everything was done, {found['last_failure']}")
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Keep servers from a store, whose files are only read."""
-    with (
-        _reachable(path),
-        contextlib.closing(StoreDirectory(FILES, path.parent, path.name)),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _reachable(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[StoreDirectory]:
+    """Keep servers from a store."""
     try:
-        yield
-    except StoreError as error:
+        with contextlib.closing(StoreDirectory(FILES, path.parent, path.name)) as directory:
+            yield directory
+    except StoreInUseError as error:
         raise _in_use(path) from error
     except (ConfigError, OSError) as error:
         raise Unreachable(f"{path} cannot be opened: {error}") from error
