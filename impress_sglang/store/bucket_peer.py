@@ -277,6 +277,9 @@ class BucketPeer:
         Raises:
             OSError: the store does not answer, or refuses.
         """
+        if not self._bucket.answers:
+            # Reads go on once it does; a list of all takes longer.
+            self._hear(self._bucket.list(f"{self._root}/{_ORDERS}"))
         # Only this thread changes these.
         known, before, doomed_before = self._known, self._listed, self._doomed
         listed, segments = self._bucket.list(self._root, before), f"{self._root}/{_SEGMENTS}/"
