@@ -12,7 +12,7 @@ import pytest
 from impress_sglang.errors import ConfigError, SegmentUnreadable, StoreInUseError, StoreUnavailable
 from impress_sglang.paper.store import PartStore
 from impress_sglang.storage import directory as directory_module
-from impress_sglang.storage.directory import LOCK, StoreDirectory, take_free
+from impress_sglang.storage.directory import LOCK, take_free
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.store import peers as peers_module
 from impress_sglang.store import places as places_module
@@ -316,15 +316,16 @@ def test_room_comes_from_folders_without_a_server(
 
 
 def test_servers_share_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_module, "MOST_SERVERS", 2)
     files = FileSystem()
     first, second = (take_free(files, tmp_path, IDENTITY) for _ in range(2))
     assert first.namespace("a") == second.namespace("a")
+    with pytest.raises(StoreInUseError, match="used by another"):
+        take_free(files, tmp_path, IDENTITY)
     first.close()
     shutil.rmtree(first.path)
     again = take_free(files, tmp_path, IDENTITY)
     assert again.path == first.path and again.namespace("a") == second.namespace("a")
-    with pytest.raises(StoreInUseError, match="used by another"):
-        StoreDirectory(files, tmp_path, IDENTITY)
     other = tmp_path / ("e" * 32)
     other.mkdir()
     lock = os.open(other / LOCK, os.O_CREAT | os.O_RDWR)
@@ -335,12 +336,3 @@ def test_servers_share_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     os.close(lock)
     second.close()
     again.close()
-
-
-def test_folders_have_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory_module, "MOST_SERVERS", 2)
-    taken = [take_free(FileSystem(), tmp_path, IDENTITY) for _ in range(2)]
-    with pytest.raises(StoreInUseError):
-        take_free(FileSystem(), tmp_path, IDENTITY)
-    for own in taken:
-        own.close()

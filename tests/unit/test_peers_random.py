@@ -235,30 +235,25 @@ def write_anew(store: PartStore) -> None:
     store.worker.submit(store.worker.journal.record, {"want": 0}).result()
 
 
-def purged_of_the_dead(bench: Workbench, two: Two) -> PartStore:
-    """The store that purged a prompt whose server is dead, so that nobody else removes it."""
+@pytest.mark.parametrize("restarted", [False, True])
+def test_what_is_told_after_a_purge_was_purged(bench: Workbench, two: Two, restarted: bool) -> None:
+    """By a server that is dead, so that nobody else removes it."""
     first, second = two
     bench.put_all(first, 1, 2)
     bench.kill(first)
     purge(second, prompt(1))
     second.worker.submit(int).result()
-    return second
-
-
-def test_what_is_told_after_a_purge_was_purged(bench: Workbench, two: Two) -> None:
-    second = purged_of_the_dead(bench, two)
+    if restarted:
+        folder = folder_of(second)
+        bench.close(second)
+        (second,) = (own for own in (bench.open(), bench.open()) if folder_of(own) == folder)
+        until(second, lambda: lengths(second, 1, 2) == [0, 8])
+        return
     hear(second)
     assert lengths(second, 1, 2) == [0, 8]
     until(second, lambda: len(bench.files()) == 1)
     bench.put(second, prompt(1))
     assert lengths(second, 1, 2) == [8, 8]
-
-
-def test_a_restarted_server_keeps_its_own_order(bench: Workbench, two: Two) -> None:
-    second = purged_of_the_dead(bench, two)
-    bench.close(second)
-    (again,) = [own for own in (bench.open(), bench.open()) if folder_of(own) == folder_of(second)]
-    until(again, lambda: lengths(again, 1, 2) == [0, 8])
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -339,7 +334,7 @@ def test_room_is_found_without_passing_what_others_have_each_time(bench: Workben
 
     def finds_room() -> bool:
         # Whether a process serves the other folder is asked first.
-        found = second.quota.make_room(segment, StoredMatch(), lambda name: False)
+        found = second.quota.make_room(segment, StoredMatch())
         return found is not None and [own.home for own in found] == [None]
 
     until(second, finds_room)
