@@ -422,8 +422,6 @@ def around_policy(
     """Let SGLang order the waiting queue, then reorder its head and note the final order."""
     cache = served_cache_of(policy.tree_cache)
     order = None if cache is None or cache.loads is None else cache.loads.order
-    if order is not None:
-        order.restore(waiting_queue)
     original(policy, waiting_queue, *args, **kwargs)
     if order is not None:
         order.arrange(waiting_queue)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -32,12 +30,7 @@ class Waiting:
     priority: int | None = None
 
 
-def make_order(
-    schedule: str,
-    unread: float = 1.0,
-    clock: Callable[[], float] = time.perf_counter,
-    **others: Serving,
-) -> QueueOrder:
+def make_order(schedule: str, unread: float = 1.0, **others: Serving) -> QueueOrder:
     """`others` are those whose names begin so."""
     states = STATES | others
 
@@ -45,12 +38,11 @@ def make_order(
         found = states.get(rid.split("-")[0])
         return None if found is None else found._replace(unread=unread)
 
-    return QueueOrder(schedule, look, clock=clock)
+    return QueueOrder(schedule, look)
 
 
 def arranged(order: QueueOrder, *rids: str) -> list[str]:
     queue = [Waiting(rid) for rid in rids]
-    order.restore(queue)
     order.arrange(queue)
     return [own.rid for own in queue]
 
@@ -83,23 +75,22 @@ def test_nobody_is_put_first_for_whom_the_engine_would_wait() -> None:
         assert arranged(order, "short", "unknown")[0] == "short"
 
 
-@pytest.mark.parametrize(
-    ("first", "seconds", "times"),
-    [("slow", 0.0, WINDOW), ("slow", 0.25, WINDOW), ("unknown", 0.25, 4)],
-)
+@pytest.mark.parametrize("kept", [True, False], ids=["arrival", "by SGLang in each pass"])
+@pytest.mark.parametrize(("other", "times"), [(QUICK, WINDOW), (READY, 4)])
 def test_who_was_overtaken_as_long_as_allowed_is_next(
-    first: str, seconds: float, times: int
+    other: Serving, times: int, kept: bool
 ) -> None:
-    """As often as the window is long, or for as long as it takes; by the clock."""
-    now = 0.0
-    order = make_order(SHORTEST, clock=lambda: now, other=QUICK)
-    queue = [Waiting(first)]
+    """As often as the window is long, or for as long as it takes; whoever orders the queue."""
+    order = make_order(SHORTEST, other=other)
+    arrived = queue = [Waiting("unknown")]
     for number in range(times + 1):
-        queue.append(Waiting(f"other-{number}"))
-        order.restore(queue)
-        order.arrange(queue)
-        assert queue.pop(0).rid == (f"other-{number}" if number < times else first)
-        now += seconds
+        arrived.append(Waiting(f"other-{number}"))
+        queue = queue if kept else [*arrived]
+        for _ in range(2):
+            order.arrange(queue)
+        arrived.remove(gone := queue[0])
+        assert gone.rid == (f"other-{number}" if number < times else "unknown")
+        order.forget(gone.rid)
 
 
 def test_no_more_go_before_a_request_than_it_could_wait_for() -> None:
@@ -110,67 +101,50 @@ def test_no_more_go_before_a_request_than_it_could_wait_for() -> None:
 
 
 class World:
-    """A queue as SGLang keeps it, beside the same one that nobody rearranges."""
+    """A queue, and who overtook whom in it."""
 
     def __init__(self, schedule: str, unread: float, priorities: int, rng: random.Random) -> None:
-        self.now = 0.0
         self.states = dict[str, Serving]()
-        self.order = QueueOrder(schedule, self.states.get, clock=lambda: self.now)
+        self.order = QueueOrder(schedule, self.states.get)
         self.queue: list[Waiting] = []
-        self.alone: list[Waiting] = []
-        # What each takes, if it was looked at; each time that others overtook it, how many did and
-        # how long their pass took.
+        # What each takes, if it was looked at.
         self.seconds = dict[str, float]()
-        self.overtaken = defaultdict[str, list[tuple[int, float]]](list)
-        self._unread = unread
-        self._priorities = priorities
-        self._rng = rng
-        self._count = 0
+        self.overtaken = defaultdict[str, set[str]](set)
+        self._unread, self._priorities, self._rng, self._count = unread, priorities, rng, 0
 
     def add(self) -> None:
         rng, self._count = self._rng, self._count + 1
         own = Waiting(f"r{self._count}", rng.randrange(self._priorities))
         self.queue.append(own)
-        self.alone.append(own)
         if rng.random() < 0.9:
             state = rng.choice([*STATES.values(), QUICK])._replace(unread=self._unread)
             self.states[own.rid] = state
             self.seconds[own.rid] = state.estimate.seconds(self._unread)
 
     def step(self, policy: str, admits: int) -> None:
-        self.order.restore(self.queue)
-        assert self.queue == self.alone
         # SGLang's policy, whichever it is.
         if policy == "priority":
-            self.alone.sort(key=lambda own: own.priority or 0)
+            self.queue.sort(key=lambda own: own.priority or 0)
         elif policy == "shuffles":
-            self._rng.shuffle(self.alone)
-        self.queue[:] = self.alone
+            self._rng.shuffle(self.queue)
+        before = [*self.queue]
         self.order.arrange(self.queue)
-        assert Counter(self.queue) == Counter(self.alone)
-        seconds = self._rng.choice([0.0, 0.2, 2.0])
+        assert Counter(self.queue) == Counter(before)
+        assert self.queue[WINDOW:] == before[WINDOW:]
+        for place, own in enumerate(self.queue):
+            for other in {*self.queue[:place]} - {*before[: before.index(own)]}:
+                assert other.priority == own.priority and {own.rid, other.rid} <= {*self.seconds}
+                self.overtaken[own.rid].add(other.rid)
         # Some are passed over, as where an adapter is not loaded; others are aborted.
         able = [own for own in self.queue if self._rng.random() < 0.8]
         gone = {*able[:admits], *(own for own in self.queue if self._rng.random() < 0.02)}
-        for place, own in enumerate(self.queue):
-            if own in gone:
-                self.order.forget(own.rid)
-                continue
-            behind = self.alone[self.alone.index(own) :]
-            passed = [other for other in self.queue[:place] if other in gone and other in behind]
-            assert all(other.priority == own.priority for other in passed)
-            assert all(other.rid in self.seconds for other in passed)
-            if passed:
-                self.overtaken[own.rid].append((len(passed), seconds))
-        self.queue = [own for own in self.queue if own not in gone]
-        self.alone = [own for own in self.alone if own not in gone]
-        self.now += seconds
-        # Some are retracted, and have the same id.
         for own in gone:
+            self.order.forget(own.rid)
+            self.queue.remove(own)
+            # Some are retracted, and have the same id.
             if self._rng.random() < 0.2:
                 self.overtaken.pop(own.rid, None)
                 self.queue.append(own)
-                self.alone.append(own)
 
 
 @given(
@@ -189,14 +163,11 @@ def test_nobody_is_overtaken_more_often_or_for_longer_than_allowed(
     unread: float,
     seed: int,
 ) -> None:
-    """And SGLang always finds its queue as it left it."""
     world = World(schedule, unread, priorities, random.Random(seed))
     for arrivals, admits in steps:
         for _ in range(arrivals):
             world.add()
         world.step(policy, admits)
         for rid, others in world.overtaken.items():
-            assert sum(count for count, _ in others) <= WINDOW
-            # When the last ones went before it, it had waited for no longer.
-            waited = sum(seconds for _, seconds in others[:-1])
-            assert waited <= world.seconds.get(rid, 0.0) + 1e-9
+            assert len(others) <= WINDOW
+            assert sum(world.seconds[own] for own in others) <= world.seconds[rid] + 1e-9
