@@ -18,11 +18,14 @@ from typing import Any
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from impress_sglang.plugin.hooks import served_cache_of
 from impress_sglang.plugin.known import as_tokens, namespace_of
-from impress_sglang.plugin.served_cache import ServedCache, served_cache_of
+from impress_sglang.plugin.served_cache import ServedCache
+from impress_sglang.serving.custom_params import load_options_of
 from impress_sglang.serving.ranks import ALONE
-from impress_sglang.serving.report import RecentRequests
-from impress_sglang.storage.quality import ANYTHING
+from impress_sglang.serving.report import RecentRequests, new_report
+from impress_sglang.storage.quality import ANYTHING, EXACT
+from impress_sglang.store.policies import LoadOptions
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.store.purges import Purge
 from impress_sglang.store.store import PrefixStore
@@ -89,9 +92,17 @@ def _reorder(cache: ServedCache, _: Any) -> Any:
 
 
 def _foretell(cache: ServedCache, asked: Any) -> dict[str, Any]:
+    """What is stored of a prompt, and why no more; for `warm`, of what was computed exactly."""
     _store(cache)
-    tokens = as_tokens(asked.input_ids)
-    return cache.foretell(namespace_of(asked), tokens, exactly=asked.verb == "warm")
+    service, space, tokens = cache.service, namespace_of(asked), as_tokens(asked.input_ids)
+    exactly = asked.verb == "warm"
+    wanted = LoadOptions() if exactly else load_options_of(None, service.config)
+    least = EXACT if exactly else service.least(wanted)
+    stored = cache.planner.match(space, tokens, least).num_tokens
+    report = new_report(service.policy.name, stored, len(tokens))
+    seen = None if cache.sights is None else cache.sights.note(space, tokens, count=False)
+    why = cache.planner.explain(report, space, tokens, wanted, seen, admitted=False)
+    return {"tokens": len(tokens), "stored_tokens": stored, "why": why}
 
 
 def _whole(cache: ServedCache, input_ids: list[int]) -> list[int]:

@@ -168,7 +168,7 @@ def _around_init(
 
         weights = note(scheduler)
     original(scheduler, server_args, *args, **kwargs)
-    from impress_sglang.plugin.served_cache import connect
+    from impress_sglang.plugin.hooks import connect
 
     connect(scheduler)
     if weights is not None and weights.identity:
@@ -225,13 +225,13 @@ HOOKS = tuple(
             _after_draft_worker,
         ),
         (
-            "around",
+            "after",
             f"{_MANAGERS}.schedule_policy.SchedulePolicy.calc_priority",
-            "served_cache.around_policy",
+            "hooks.after_policy",
         ),
-        ("before", f"{_MANAGERS}.scheduler.Scheduler.on_idle", "served_cache.before_idle"),
+        ("before", f"{_MANAGERS}.scheduler.Scheduler.on_idle", "hooks.before_idle"),
         # Reports.
-        ("after", f"{_STREAMER}.get_cached_tokens_details", "served_cache.after_cached_details"),
+        ("after", f"{_STREAMER}.get_cached_tokens_details", "hooks.after_cached_details"),
         ("after", f"{_STREAMER}.build_additional_customized_info", "report_transport.after_built"),
         (
             "before",

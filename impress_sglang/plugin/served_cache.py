@@ -1,14 +1,24 @@
-"""SGLang's tree cache with a store: what both ways of loading have in common.
+"""SGLang's tree cache with a store: what left the tree is brought back before a request runs.
 
-A request's way is matched, admitted, computed and offered to the store here. How stored KVs get
-into slots is a subclass's: `plugin.tree_cache` loads before a request runs, `paper.plugin` within
-its passes. The hooks, routes and admin requests use this class. Only the scheduler's thread does.
+SGLang owns slots, tree and passes. Its seams for stores, which `enable_lmcache` of the scheduler
+switches on, are all that is used of it:
+
+    _prefetch_kvcache            -> match_prefix, prefetch_from_storage: plan, begin or join a job
+    get_new_batch_prefill        -> check_prefetch_progress: hold a request back; others pass
+                                 -> pop_prefetch_loaded_span: what is reported as from storage
+    PrefillAdder                 -> finish_storage_prefetch_admission: a request is admitted
+    _process_hicache_events      -> check_hicache_events: once per pass
+    is_fully_idle                -> has_pending_cache_operations: no flush while slots are filled
+    _release_aborted_request     -> release_aborted_request
+
+What a request accepts is part of its key (`serving.kv_class`), so that within a class what was
+loaded and what was computed behind it are shared, evicted, locked and reported as SGLang always
+does. Only the scheduler's thread calls this class.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -29,15 +39,10 @@ from impress_sglang.plugin.known import Brought, Known, KnownRequests
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.prefix_loads import PrefixLoads
 from impress_sglang.plugin.tree_nodes import Sweeps
-from impress_sglang.plugin.weights import WeightWatch, watch_messages
+from impress_sglang.plugin.weights import WeightWatch
 from impress_sglang.plugin.write_back import WriteBack
-from impress_sglang.serving.custom_params import load_options_of
 from impress_sglang.serving.ranks import ALONE, Ranks
-from impress_sglang.serving.report import new_report
 from impress_sglang.serving.service import Service
-from impress_sglang.storage.quality import EXACT
-from impress_sglang.storage.segment import Tokens
-from impress_sglang.store.policies import LoadOptions
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +52,13 @@ STEP_S = 0.001
 
 
 class ServedCache(UnifiedRadixCache):
-    """SGLang's `UnifiedRadixCache` with a store; SGLang's own until it serves."""
+    """SGLang's `UnifiedRadixCache` with a store; SGLang's own until it serves.
 
-    loads: PrefixLoads | None = None
-    """The load jobs; None where prefixes are loaded within passes, and before it serves."""
+    Where prefixes are loaded within passes (`paper.plugin`), there are no `loads` to be made.
+    """
 
+    loads: PrefixLoads
+    loads_class: type[PrefixLoads] = PrefixLoads
     _serves = False
 
     def __init__(
@@ -92,13 +99,16 @@ class ServedCache(UnifiedRadixCache):
     def attach(self, scheduler: Any) -> None:
         """Begin to serve, for a scheduler that is complete."""
         self._scheduler, self._serves = scheduler, True
+        self.loads = self.loads_class(self._requests, scheduler)
+        # SGLang's seams for caches that load while requests queue.
+        scheduler.enable_lmcache = True
 
-    # A request's way: match, be admitted, be computed, end.
+    # A request's way: match, be planned, wait, be admitted, be computed, end.
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """SGLang's, in the class of the request."""
         req = params.req
-        if req is None or not self._serves or self.disable:
+        if req is None or not self._serves:
             return super().match_prefix(params)
         known = self._requests.note(req, self._saves.sight)
         key = params.key
@@ -117,6 +127,37 @@ class ServedCache(UnifiedRadixCache):
             self._requests.tell_resident(known, result.device_prefix_len)
         return result
 
+    def is_backuped(self, node_id: Any) -> bool:
+        """Whether SGLang asks for what is stored behind a node: always."""
+        return True
+
+    def prefetch_from_storage(
+        self, handle: CacheRequestHandle, *arguments: Any, **keywords: Any
+    ) -> bool:
+        """A request is queued: plan what is to be loaded for it."""
+        known = self._known.get(handle.rid)
+        if known is not None:
+            self.loads.plan(known)
+        return False
+
+    def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
+        """Whether a request may be admitted now; others pass it if not."""
+        known = self._known.get(request.rid)
+        return known is None or self.loads.may_run(known)
+
+    def waiting_storage_span(self, request: CacheRequestHandle) -> tuple[int, int] | None:
+        """What is being brought for a waiting request."""
+        known = self._known.get(request.rid)
+        job = None if known is None else known.job
+        return None if job is None else (job.start, job.stop)
+
+    def pop_prefetch_loaded_span(self, request: CacheRequestHandle) -> tuple[int, int | None]:
+        """How many tokens were brought for a request, and where they begin."""
+        known = self._known.get(request.rid)
+        if known is None or not known.brought.loaded:
+            return 0, None
+        return known.brought.loaded, known.brought.stop - known.brought.loaded
+
     def finish_storage_prefetch_admission(
         self, request: CacheRequestHandle, fulfilled_tokens: int, reason: str | None
     ) -> None:
@@ -126,17 +167,15 @@ class ServedCache(UnifiedRadixCache):
             known.admitted = True
             self._requests.explain(known)
             self._saves.expect(known)
-            self._note_admitted(known)
-
-    def _note_admitted(self, known: Known) -> None:
-        """A request is admitted."""
+            self.loads.end_waiting(known)
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
-        """SGLang's, which inserts what was computed; then offer what is new to the store."""
+        """SGLang's, which inserts what a pass computed; then offer what is new to the store."""
         known = self._known.get(req.rid)
-        if known is None or self.disable:
+        if known is None:
             super().checkpoint(req, up_to=up_to, **kwargs)
             return
+        self.loads.end_pass(known)
         before, row = req.kv.cache_protected_len, None
         if self._provenance.mixed and not known.kv_class.exact and req.session is None:
             row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, before:up_to].clone()
@@ -155,6 +194,8 @@ class ServedCache(UnifiedRadixCache):
         known = self._known.get(req.rid)
         if known is None:
             return
+        self.loads.end_pass(known)
+        self.loads.end_waiting(known)
         if req.finished():
             self._forget(known)
             return
@@ -169,6 +210,7 @@ class ServedCache(UnifiedRadixCache):
         known = self._known.get(request.rid)
         if known is not None and not known.admitted:
             del self._known[request.rid]
+            self.loads.end_waiting(known)
 
     def _forget_ended(self) -> None:
         """Forget requests that SGLang has ended without saying so.
@@ -188,52 +230,56 @@ class ServedCache(UnifiedRadixCache):
         if self._known.get(known.req.rid) is known:
             del self._known[known.req.rid]
 
+    # Once per pass.
+
+    def check_hicache_events(self) -> None:
+        """Take in what other threads have done, and give slots to jobs."""
+        if self._serves:
+            self.service.poll()
+            self._forget_ended()
+            self._saves.release(self.loads.agree)
+            self.loads.poll()
+            self.service.tell_metrics()
+
+    def rest(self) -> None:
+        """SGLang is idle: wait a little for jobs, or tell the metrics if there are none."""
+        if not self.loads.rest():
+            self._forget_ended()
+            self.service.tell_metrics(idle=True)
+
+    def has_pending_cache_operations(self) -> bool:
+        """Whether slots are being filled: SGLang neither flushes nor checks for leaks meanwhile."""
+        return self._serves and self.loads.jobs.filling
+
     # Room.
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """SGLang's eviction; writes are given up if nothing else is left."""
-        return self._evicting(params, super().evict(params))
+        """SGLang's eviction, before which writes are given up if else too little is left."""
+        if self._serves:
+            self._saves.give_up(self._missing(params))
+        return super().evict(params)
 
     def evict_for_alloc(self, params: EvictParams, **keywords: Any) -> EvictResult:
         """The same, for what SGLang must allocate: then loads give up their slots as well."""
-        result = super().evict_for_alloc(params, **keywords)
-        return self._evicting(params, result, self._give_up_loads)
+        if self._serves:
+            missing = self._missing(params)
+            self._saves.give_up(missing)
+            self.loads.jobs.make_room(missing)
+        return super().evict_for_alloc(params, **keywords)
 
-    def _give_up_loads(self, missing: Callable[[], int]) -> None:
-        """Free slots outside of SGLang's tree, until nothing is `missing`, if that may be."""
-
-    def _evicting(
-        self,
-        params: EvictParams,
-        result: EvictResult,
-        give_up_loads: Callable[[Callable[[], int]], None] = lambda missing: None,
-    ) -> EvictResult:
-        slots = params.num_tokens - result.num_tokens_evicted
-        rows = params.swa_num_tokens - result.swa_num_tokens_evicted
-        rows += params.mamba_num - result.mamba_num_evicted
-        if max(slots, rows) <= 0 or not self._serves:
-            return result
-        left = max(slots, 0), max(rows, 0)
-        core, free = self.tree_core, self._allocation.available
-        target = [own + now for own, now in zip(left, free(), strict=True)]
-        evictable = core.evictable_size, core.swa_evictable_size, core.mamba_evictable_size
-
-        def lacking() -> list[int]:
-            return [max(own - now, 0) for own, now in zip(target, free(), strict=True)]
+    def _missing(self, params: EvictParams) -> Callable[[], int]:
+        """How much less can be evicted than is asked for, and came free since."""
+        core, before = self.tree_core, self._allocation.available()
 
         def missing() -> int:
-            if any(lacking()) and any(size() for size in evictable):
-                super(ServedCache, self).evict(self._allocation.room(*lacking()))
-            return max(lacking())
+            slots, rows = (
+                now - then for now, then in zip(self._allocation.available(), before, strict=True)
+            )
+            slots += core.evictable_size()
+            rows += core.swa_evictable_size() + core.mamba_evictable_size()
+            return max(params.num_tokens - slots, params.swa_num_tokens + params.mamba_num - rows)
 
-        self._saves.give_up(missing)
-        give_up_loads(missing)
-        missing()
-        slots, rows = lacking()
-        result.num_tokens_evicted += left[0] - slots
-        result.swa_num_tokens_evicted += (left[1] - rows) * (not params.mamba_num)
-        result.mamba_num_evicted += (left[1] - rows) * bool(params.mamba_num)
-        return result
+        return missing
 
     def evictable_size(self) -> int:
         """Tokens that `evict` can free: SGLang's, and those that only writes have locked."""
@@ -264,7 +310,11 @@ class ServedCache(UnifiedRadixCache):
 
     def _private(self) -> tuple[int, int]:
         """How many slots, and rows, are ours and not in SGLang's tree."""
-        return 0, 0
+        slots = rows = 0
+        for job in self.loads.jobs.loading if self._serves else ():
+            slots += len(job)
+            rows += 0 if job.rows is None else len(job.rows)
+        return slots, rows
 
     def _private_rows(self) -> int:
         return self._private()[1] - self._locked_for_writes(rows=True)
@@ -280,6 +330,7 @@ class ServedCache(UnifiedRadixCache):
         return {
             "tokens": self.token_to_kv_pool_allocator.size_full,
             "writing_tokens": self._saves.writing_tokens,
+            "loading_tokens": sum(map(len, self.loads.jobs.loading)),
         }
 
     # The whole cache.
@@ -289,33 +340,29 @@ class ServedCache(UnifiedRadixCache):
         if not self._serves:
             super().reset()
             return
+        assert not self.has_pending_cache_operations(), "SGLang flushes while slots are filled"
         self._forget_ended()
         self._saves.finish()
-        self._drop_plans()
+        self.loads.drop_all()
         self._provenance.clear()
         self.sweeps.clear()
         super().reset()
         self.weights.flushed()
 
-    def _drop_plans(self) -> None:
-        """Forget what is to be loaded."""
-
-    def rest(self) -> None:
-        """SGLang is idle: forget what it has ended, and tell the metrics."""
-        self._forget_ended()
-        self.service.tell_metrics(idle=True)
-
     def release_host_resources(self) -> None:
         """Shut down gracefully: finish writes, and save what the next start should know."""
         super().release_host_resources()
         if self._serves:
+            # First, as nothing may be read of a store that is closed.
+            self.loads.close()
             self._serves = False
             self._known.clear()
             self.service.close()
 
     def _set_aside(self) -> None:
         """Prepare for new weights or a new pool: end loads and writes, forget plans."""
-        self._drop_plans()
+        self.loads.drop_all()
+        self.loads.wait_for_loader()
         self._saves.abandon()
 
     # What routes and admin requests ask for.
@@ -364,81 +411,10 @@ class ServedCache(UnifiedRadixCache):
 
     def _check_requests(self) -> None:
         """Check our counters; the time grows with requests and jobs, not with what is stored."""
+        if self._serves:
+            self.loads.check()
 
     def summary(self) -> dict[str, Any]:
         """What `GET /impress/stats` shows."""
         live = {"requests_live": len(self._known), "integrity": self.integrity}
         return self.service.summary() | live
-
-    def foretell(self, namespace: str, tokens: Tokens, *, exactly: bool = False) -> dict[str, Any]:
-        """What is stored of a prompt that is not being served, and why no more of it.
-
-        `exactly`: of what was computed so.
-        """
-        service, sights = self.service, self.sights
-        wanted = LoadOptions() if exactly else load_options_of(None, service.config)
-        least = EXACT if exactly else service.least(wanted)
-        stored = self.planner.match(namespace, tokens, least).num_tokens
-        report = new_report(service.policy.name, stored, len(tokens))
-        seen = None if sights is None else sights.note(namespace, tokens, count=False)
-        why = self.planner.explain(report, namespace, tokens, wanted, seen, admitted=False)
-        return {"tokens": len(tokens), "stored_tokens": stored, "why": why}
-
-
-def served_cache_of(tree_cache: Any) -> ServedCache | None:
-    """A tree cache of SGLang's that serves from our store; None if it is not ours."""
-    return tree_cache if isinstance(tree_cache, ServedCache) else None
-
-
-# Hooks of the scheduler.
-
-
-def connect(scheduler: Any) -> None:
-    """Connect the tree cache to its scheduler, which is complete."""
-    cache = served_cache_of(scheduler.tree_cache)
-    if cache is not None:
-        cache.attach(scheduler)
-        watch_messages(scheduler, cache.weights)
-        if cache.ranks.batches > 1:
-            scheduler.get_next_batch_to_run = functools.partial(
-                around_next_batch, scheduler.get_next_batch_to_run, cache.ranks
-            )
-
-
-def around_next_batch(
-    original: Callable[..., Any], ranks: Ranks, running_batch: Any, last_batch: Any
-) -> Any:
-    """Let no batch begin in a pipeline until all its stages have done what they do together."""
-    from sglang.srt.managers.scheduler import NextBatchPlan
-
-    if ranks.holds():
-        return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
-    return original(running_batch=running_batch, last_batch=last_batch)
-
-
-def around_policy(
-    original: Callable[..., None], policy: Any, waiting_queue: Any, *args: Any, **kwargs: Any
-) -> None:
-    """Let SGLang order the waiting queue, then reorder its head and note the final order."""
-    cache = served_cache_of(policy.tree_cache)
-    order = None if cache is None or cache.loads is None else cache.loads.order
-    original(policy, waiting_queue, *args, **kwargs)
-    if order is not None:
-        order.arrange(waiting_queue)
-    if cache is not None and cache.service.lookahead.awaits:
-        # What earlier requests use is evicted last.
-        cache.service.lookahead.order([req.rid for req in waiting_queue])
-
-
-def before_idle(scheduler: Any, *_: Any, **__: Any) -> None:
-    """Nothing else may happen for a long time."""
-    cache = served_cache_of(scheduler.tree_cache)
-    if cache is not None:
-        cache.rest()
-
-
-def after_cached_details(result: Any, streamer: Any, *_: Any, **__: Any) -> Any:
-    """Where SGLang reports tokens from a storage, say that the storage is ours."""
-    if "storage" in (result or ()) and served_cache_of(streamer.tree_cache) is not None:
-        result["storage_backend"] = "impress"
-    return result

@@ -203,7 +203,7 @@ class WriteBack:
             self._cache.unlock(lock)
 
     def give_up(self, missing: Callable[[], int]) -> None:
-        """Give saves up, the latest first, until nothing is `missing`, which evicts what it can."""
+        """Give saves up, the latest first, until nothing is `missing` beside what is evictable."""
         for save in reversed(list(self._saves)):
             if missing() <= 0:
                 return

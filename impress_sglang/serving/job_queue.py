@@ -171,10 +171,7 @@ class JobQueue(Generic[_Waiter]):
         self._finish(job)
 
     def make_room(self, missing: Callable[[], int]) -> None:
-        """Free what jobs have, until nothing is `missing` or nothing is left.
-
-        `missing` first evicts what it can.
-        """
+        """Free what jobs have, until nothing is `missing` beside what is evictable."""
         for waiter in reversed(list(self.waiters.values())):
             if missing() <= 0:
                 return

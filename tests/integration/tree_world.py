@@ -32,7 +32,6 @@ from impress_sglang.config import OFF, ImpressConfig
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.report_transport import Report
 from impress_sglang.plugin.served_cache import ServedCache
-from impress_sglang.plugin.tree_cache import ImpressTreeCache
 from impress_sglang.serving import sights
 from impress_sglang.serving.ranks import ALONE, Ranks
 from impress_sglang.serving.service import Service
@@ -112,7 +111,7 @@ class TreeWorld:
     """One tree cache with its store, and requests on their way."""
 
     service_class: type[Service] = Service
-    cache_class: type[ServedCache] = ImpressTreeCache
+    cache_class: type[ServedCache] = ServedCache
     shape = SHAPE
     window: int | None = None
     components: tuple[Any, ...] = (ComponentType.FULL,)

@@ -28,7 +28,6 @@ from impress_sglang.plugin.admin import VERBS
 from impress_sglang.plugin.known import as_tokens, namespace_of
 from impress_sglang.plugin.routes import send
 from impress_sglang.plugin.served_cache import ServedCache
-from impress_sglang.plugin.tree_cache import ImpressTreeCache
 from impress_sglang.serving.load_jobs import LoadJob
 from impress_sglang.serving.ranks import Agreement
 from impress_sglang.storage.files import installed
@@ -37,7 +36,7 @@ from impress_sglang.store.stored import StoredMatch
 from tests.faults import FaultyFileSystem
 
 _open, _match, _agree = LoadJob.open, PrefixStore.match, Agreement.agree
-_poll = ImpressTreeCache.check_hicache_events
+_poll = ServedCache.check_hicache_events
 _cost = Counter[str]()
 _idle = hashlib.sha256()
 
@@ -73,10 +72,9 @@ def _agree_counted(agreement: Agreement, *votes: Any) -> Any:
         _cost["vote_wall_ns"] += time.perf_counter_ns() - wall
 
 
-def _poll_counted(tree: ImpressTreeCache) -> None:
+def _poll_counted(tree: ServedCache) -> None:
     _cost["passes"] += 1
-    if tree.loads is not None:
-        _idle.update(bytes([tree.loads.jobs._pool.is_idle()]))
+    _idle.update(bytes([tree.loads.jobs._pool.is_idle()]))
     _cost["ns"] = time.thread_time_ns()
     _cost["wall_ns"] = time.perf_counter_ns()
     _poll(tree)
@@ -110,7 +108,7 @@ def _add_routes(*_: Any, **__: Any) -> None:
 LoadJob.open = _open_skewed  # type: ignore[method-assign]
 PrefixStore.match = _match_skewed  # type: ignore[method-assign, assignment]
 Agreement.agree = _agree_counted  # type: ignore[method-assign, assignment]
-ImpressTreeCache.check_hicache_events = _poll_counted  # type: ignore[method-assign]
+ServedCache.check_hicache_events = _poll_counted  # type: ignore[method-assign]
 VERBS["tests_ranks"] = _tell
 HookRegistry.register(
     "sglang.srt.entrypoints.http_server._setup_and_run_http_server", _add_routes, HookType.BEFORE

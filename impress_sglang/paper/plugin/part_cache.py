@@ -101,13 +101,18 @@ class PartCache(ServedCache):
         """Requests that run with a stored prefix, by id."""
         super().__init__(*args)
 
+    def attach(self, scheduler: Any) -> None:
+        """See `ServedCache.attach`; nothing is loaded while requests queue."""
+        super().attach(scheduler)
+        scheduler.enable_lmcache = False
+
     # A request's way: match, be admitted, run, end.
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """Match the resident prefix, extended by a stored one where that is longer."""
         resident, req = super().match_prefix(params), params.req
         known = None if req is None else self._known.get(req.rid)
-        if req is None or known is None or self.disable:
+        if req is None or known is None:
             return resident
         self._plans.pop(req.rid, None)
         refused = known.declined or known.report["not_served"] is not None
@@ -172,9 +177,14 @@ class PartCache(ServedCache):
         req.storage_hit_start, req.storage_hit_length = plan.start, stored
         return k, req.last_node
 
-    def _note_admitted(self, known: Known) -> None:
-        request = self.live.get(known.req.rid)
-        known.report["approximate"] = request is not None and request.start > 0
+    def finish_storage_prefetch_admission(
+        self, request: CacheRequestHandle, fulfilled_tokens: int, reason: str | None
+    ) -> None:
+        """See `ServedCache.finish_storage_prefetch_admission`."""
+        super().finish_storage_prefetch_admission(request, fulfilled_tokens, reason)
+        live, known = self.live.get(request.rid), self._known.get(request.rid)
+        if known is not None:
+            known.report["approximate"] = live is not None and live.start > 0
 
     def prefix_device_indices(self, req: Any) -> Tensor:
         """The row of a request's prefix: zeros, resident slots, slots of the stored prefix."""
@@ -250,15 +260,14 @@ class PartCache(ServedCache):
     def _describe_pool(self) -> dict[str, int]:
         return super()._describe_pool() | {"private_tokens": self._private()[0]}
 
-    def _drop_plans(self) -> None:
-        self._plans.clear()
-
     def reset(self) -> None:
         """See `ServedCache.reset`."""
         assert not self._private()[0], "SGLang flushes while requests run"
+        self._plans.clear()
         super().reset()
 
     def _set_aside(self) -> None:
+        self._plans.clear()
         # No pass may read or write the pool any more.
         torch.get_device_module(self.device).synchronize()
         super()._set_aside()
