@@ -72,21 +72,22 @@ class Known(Waiter):
 
     @property
     def space(self) -> tuple[str | None, str | None]:
-        """What else than its class keeps its prompt apart."""
-        return self.extra_key, self.req.cache_salt
+        """What keeps its prompt apart in SGLang's tree, its class included."""
+        return self.req.extra_key, self.req.cache_salt
 
     def offers(self, known: Known, count: int) -> bool:
         """Whether its class has more bits, and its first tokens are those of another request."""
         mine, own = self.kv_class, known.kv_class
         better = mine.bits > own.bits and (mine.exact or mine.share == own.share)
-        if not better or self.space != known.space:
+        apart = self.extra_key, self.req.cache_salt
+        if not better or apart != (known.extra_key, known.req.cache_salt):
             return False
         tokens, others = self.req.full_untruncated_fill_ids, known.req.full_untruncated_fill_ids
         return bool(tokens[:count] == others[:count])
 
     def begins_like(self, job: LoadJob, page_size: int) -> bool:
         """Whether its prompt begins like the tokens of a job, and with some of them."""
-        if self.kv_class != job.kv_class or self.space != job.space:
+        if self.space != job.space:
             return False
         count = job.start + page_size
         tokens = as_tokens(self.req.full_untruncated_fill_ids[:count])

@@ -18,7 +18,6 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from impress_sglang.plugin.known import Known, KnownRequests, key_of
 from impress_sglang.plugin.tree_nodes import drop_below, match_resident
-from impress_sglang.serving.kv_class import marked
 from impress_sglang.serving.load_jobs import LoadJob
 
 
@@ -30,7 +29,7 @@ class TreeSlots:
     ) -> None:
         """`put_back` puts the users of a job back into the queue."""
         self._cache = requests.cache
-        self._provenance, self._usual = requests.provenance, requests.service.usual
+        self._provenance = requests.provenance
         self._scheduler, self._put_back = scheduler, put_back
         self._allocation = requests.allocation
         self.windows = self._allocation.has_rows
@@ -178,7 +177,6 @@ class TreeSlots:
 
     def _key(self, job: LoadJob) -> RadixKey:
         extra_key, salt = job.space
-        extra_key = marked(extra_key, job.kv_class, self._usual)
         return RadixKey(array("q", job.tokens.tolist()), extra_key, cache_salt=salt)
 
 

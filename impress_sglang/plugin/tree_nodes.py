@@ -6,9 +6,8 @@ are freed.
 
 from __future__ import annotations
 
-import dataclasses
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
@@ -107,27 +106,17 @@ def drop_below(cache: UnifiedRadixCache, key: RadixKey, start: int) -> None:
         free_leaf(cache, node)
 
 
-@dataclasses.dataclass(slots=True)
-class Sweep:
-    """The nodes that are left to look at; `ends` are above them all, and stay."""
-
-    waiting: list[Any]
-    ends: list[Any]
-    namespace: str | None
-    """Only nodes of this namespace are freed; None for all."""
-
-
-class Sweeps:
+class Sweeps(MultiStepJobs[str, Iterator[tuple[int, bool]]]):
     """Frees what a tree has of purged prefixes, in steps between which requests are served.
 
     Otherwise a later request would be served from there, and stored again. Nodes may be split,
-    evicted or added meanwhile. The scheduler's thread owns it.
+    evicted or added meanwhile. The scheduler's thread owns it; with a new tree it is cleared.
     """
 
     def __init__(self, cache: Any, let_go: Callable[[], None] | None = None) -> None:
         """For SGLang's tree; before each step `let_go` unlocks what may be freed."""
+        super().__init__()
         self._cache, self._let_go = cache, let_go
-        self._sweeps = MultiStepJobs[str, Sweep]()
 
     def step(self, name: str, namespace: str | None, prefix: RadixKey | None) -> tuple[int, bool]:
         """Take a step of the sweep of this name, which begins if it is new.
@@ -138,24 +127,51 @@ class Sweeps:
         """
         if self._let_go is not None:
             self._let_go()
-        sweep = self._sweeps.go_on(name, lambda: self._begin(namespace, prefix))
-        freed = self._go_on(sweep)
-        if not sweep.waiting:
-            self._sweeps.pop(name, None)
-        return freed, bool(sweep.waiting)
+        sweep = self.go_on(name, lambda: self._sweep(namespace, prefix))
+        # One that fails begins anew.
+        del self[name]
+        freed, more = next(sweep)
+        if more:
+            self[name] = sweep
+        return freed, more
 
-    def clear(self) -> None:
-        """Drop all sweeps: the tree is a new one."""
-        self._sweeps.clear()
+    def _sweep(self, namespace: str | None, prefix: RadixKey | None) -> Iterator[tuple[int, bool]]:
+        """All steps of a sweep, each as `step` returns it."""
+        allocator, waiting = self._cache.token_to_kv_pool_allocator, self._tops(prefix)
+        # What is above them all stays.
+        ends = [node.parent for node in waiting]
+        while True:
+            looks, left, tokens = MOST_LOOKS, MOST_FREED, 0
+            # As a group: an allocator copies all of its free slots each time it frees.
+            allocator.free_group_begin()
+            try:
+                while waiting and looks > 0 and left > 0:
+                    node = waiting.pop()
+                    looks -= 1
+                    if node.parent is None or node not in node.parent.children.values():
+                        continue
+                    own = namespace_text(unmarked(node.key.extra_key), node.key.cache_salt)
+                    if namespace not in (None, own):
+                        continue
+                    waiting.extend(node.children.values())
+                    # A node goes with the last node below it, even if it was split off meanwhile.
+                    while node not in ends and not node.children and not is_locked(node):
+                        above = node.parent
+                        tokens += free_leaf(self._cache, node)
+                        left -= 1
+                        node = above
+            finally:
+                allocator.free_group_end()
+            yield tokens, bool(waiting)
 
-    def _begin(self, namespace: str | None, prefix: RadixKey | None) -> Sweep:
-        root = self._cache.root_node
+    def _tops(self, prefix: RadixKey | None) -> list[Any]:
+        """The uppermost nodes of what begins with a prefix."""
+        tops, found = list(self._cache.root_node.children.values()), list[Any]()
         if prefix is None:
-            return Sweep(list(root.children.values()), [root], namespace)
-        found = []
+            return tops
         # The classes of a prefix differ in their keys, and so does how they begin in the tree.
         # In their order, which is the same on all ranks, as that of a set is not.
-        for own in dict.fromkeys(node.key.extra_key for node in root.children.values()):
+        for own in dict.fromkeys(node.key.extra_key for node in tops):
             if unmarked(own) != prefix.extra_key:
                 continue
             key = RadixKey(array("q", prefix.token_ids), own, cache_salt=prefix.cache_salt)
@@ -165,29 +181,4 @@ class Sweeps:
             whole = len(key) // self._cache.page_size * self._cache.page_size
             if 0 < whole <= length:
                 found.append(node)
-        return Sweep(found, [node.parent for node in found], namespace)
-
-    def _go_on(self, sweep: Sweep) -> int:
-        looks, left, tokens = MOST_LOOKS, MOST_FREED, 0
-        # As a group: an allocator copies all of its free slots each time it frees.
-        allocator = self._cache.token_to_kv_pool_allocator
-        allocator.free_group_begin()
-        try:
-            while sweep.waiting and looks > 0 and left > 0:
-                node = sweep.waiting.pop()
-                looks -= 1
-                if node.parent is None or node not in node.parent.children.values():
-                    continue
-                own = namespace_text(unmarked(node.key.extra_key), node.key.cache_salt)
-                if sweep.namespace not in (None, own):
-                    continue
-                sweep.waiting.extend(node.children.values())
-                # A node goes with the last node below it, even if it was split off meanwhile.
-                while node not in sweep.ends and not node.children and not is_locked(node):
-                    above = node.parent
-                    tokens += free_leaf(self._cache, node)
-                    left -= 1
-                    node = above
-        finally:
-            allocator.free_group_end()
-        return tokens
+        return found

@@ -334,8 +334,7 @@ class JobQueue(Generic[_Waiter]):
 def overlapping(jobs: Sequence[LoadJob], job: LoadJob, least: int) -> LoadJob | None:
     """A job that brings at least the `least` first tokens of a new one, which may join it."""
     for own in jobs:
-        same = own.space == job.space and own.kv_class == job.kv_class
-        if not same or own.revoked:
+        if own.space != job.space or own.revoked:
             continue
         # One that waits will begin behind what is resident then.
         if own.state is not JobState.WAITING and own.start > job.start:

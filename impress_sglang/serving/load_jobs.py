@@ -68,7 +68,7 @@ class LoadJob:
     Attributes:
         store: has the tokens.
         kv_class: of the KVs that are brought.
-        space: what else keeps prompts apart: `extra_key` and `cache_salt` of the request.
+        space: what keeps prompts apart: `extra_key`, with the mark of the class, and `cache_salt`.
         tokens: int32 [stop + beyond], the prompt up to the last of them.
         match: what is stored of these tokens, from the first.
         behind: the stored state where they end, if there are states.

@@ -8,7 +8,6 @@ import pytest
 
 from impress_sglang.serving import job_queue
 from impress_sglang.serving.job_queue import Waiter, overlapping
-from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from tests.unit.job_world import Desk, Path, new_job, prompt, resident
 
@@ -284,10 +283,9 @@ def test_who_needs_earlier_tokens_joins_a_job_that_waits() -> None:
 
 
 def test_nobody_joins_a_job_of_others() -> None:
-    for field, value in (("space", ("salt", None)), ("kv_class", KVClass(5.0))):
-        own = new_job(prompt(1, 8))
-        setattr(own, field, value)
-        assert overlapping([own], new_job(prompt(1, 8)), 2) is None
+    own = new_job(prompt(1, 8))
+    own.space = ("salt", None)
+    assert overlapping([own], new_job(prompt(1, 8)), 2) is None
     own = new_job(prompt(1, 8))
     own.revoke()
     assert overlapping([own], new_job(prompt(1, 8)), 2) is None

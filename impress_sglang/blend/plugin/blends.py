@@ -115,8 +115,7 @@ class BlendLoads(PrefixLoads):
 
     def _waits(self, job: LoadJob) -> bool:
         """Whether tokens before a job may still be on their way into their slots."""
-        same = (own.kv_class == job.kv_class and own.space == job.space for own in self._late.jobs)
-        return any(same)
+        return any(own.space == job.space for own in self._late.jobs)
 
     def _step(self, job: BlendJob) -> JobState | None:
         """Compute a block; returns how the job has ended, if it has."""
