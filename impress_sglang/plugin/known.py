@@ -57,7 +57,6 @@ class Known(Waiter):
     seen: int | None = None  # so many of them were asked for often enough
     refused: bool = False  # because space or write budget ran out
     planned: bool = False  # what is to be loaded for it is known
-    leads: bool = False  # the job that it waits for was planned for it
     admitted: bool = False  # it runs
     declined: bool = False  # something that was to be loaded could not be read now
     brought: Brought = dataclasses.field(default_factory=Brought)

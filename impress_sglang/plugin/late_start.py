@@ -105,9 +105,9 @@ class LateStart:
             return False
         most = self._estimator.late_seconds(left, job.stop, new)
         queue = itertools.islice(self._scheduler.waiting_queue, WINDOW)
-        others = (own.rid for own in queue if own is not req)
+        others = (self._known.get(own.rid) for own in queue if own is not req)
         # Nobody else would wait in its pass.
-        alone = self._slots.is_idle() and all(map(self._queue.waits, others))
+        alone = self._slots.is_idle() and all(own and self._queue.waits(own) for own in others)
         if most is None or not alone or self._slots.lacking(job) < len(job):
             return False
         job.deadline = now + most

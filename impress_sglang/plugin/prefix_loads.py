@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 from impress_sglang.config import OFF
@@ -15,7 +14,8 @@ from impress_sglang.plugin.known import Brought, Known, KnownRequests, as_tokens
 from impress_sglang.plugin.late_start import LateStart
 from impress_sglang.plugin.slot_pool import TreeSlots
 from impress_sglang.plugin.tree_nodes import match_resident
-from impress_sglang.serving.job_queue import JobQueue, overlapping
+from impress_sglang.plugin.write_back import WriteBack
+from impress_sglang.serving.job_queue import JobQueue
 from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob
 from impress_sglang.serving.load_planner import LoadPlan
 from impress_sglang.serving.ranks import Agreement, Wish
@@ -62,14 +62,10 @@ class PrefixLoads:
         self._loader = JobLoader(layers(0)[0].device, layers, service.codec)
         slots = TreeSlots(requests, scheduler, lambda job: self._late.put_back(job))
         self._least = service.config.min_prefix_tokens
-        self._agreement = Agreement(requests.ranks, self._loader)
+        self._agreement = Agreement(requests.ranks)
         self.jobs: JobQueue[Known] = JobQueue(
-            slots,
-            self._loader if self._alone else self._agreement,
-            self._note_end,
-            self._after_job,
-            self._least,
-            time.monotonic if self._alone else self._agreement.now,
+            *(slots, self._loader, self._note_end, self._after_job),
+            *(self._least, self._agreement.now),
         )
         self._late = LateStart(requests, scheduler, self.jobs, slots)
         schedule = service.config.schedule
@@ -82,32 +78,28 @@ class PrefixLoads:
         # What it used instead may be gone.
         self._requests.lower_bits(known)
         req, key, not_served = known.req, key_of(known.req), known.report["not_served"]
-        if self._cache.disable or known.tries >= MOST_TRIES or not_served is not None:
+        if known.tries >= MOST_TRIES or not_served is not None or len(key) < self._least:
             return
-        if len(key) < self._least or (self._alone and not self._planner.looks_for(len(key))):
+        if self._alone and not self._planner.looks_for(len(key)):
             return
         known.found = resident = match_resident(self._cache, key).device_prefix_len
         tokens = as_tokens(key.raw_token_ids())
-        planned = self._look(known, tokens, resident)
-        if self._alone:
-            self._begin(planned)
-        elif len(tokens) - resident >= self._least:
-            self._planned[req.rid] = planned
-
-    def _look(self, known: Known, tokens: Tokens, resident: int) -> _Planned:
-        plan, wish = self._plan_of(known, tokens, resident), Wish()
+        plan, wish, left = self._plan_of(known, tokens, resident), Wish(), len(tokens) - resident
         if plan is not None:
-            left = len(tokens) - resident
             patience = self._service.estimator.computing_seconds(resident, left)
             wish = Wish(plan.stop, plan.loads, patience)
-        return _Planned(known, tokens, resident, plan, wish)
+        planned = _Planned(known, tokens, resident, plan, wish)
+        if self._alone:
+            self._begin(planned, wish)
+        elif left >= self._least:
+            self._planned[req.rid] = planned
 
     def _plan_of(self, known: Known, tokens: Tokens, resident: int) -> Any:
         return self._planner.plan(known.namespace, tokens, resident, known.kv_class)
 
-    def _begin(self, planned: _Planned) -> None:
-        """Do what was planned: join or begin a job."""
-        known, plan, wish = planned.known, planned.plan, planned.wish
+    def _begin(self, planned: _Planned, wish: Wish) -> None:
+        """Do what was planned, as far as all ranks wish it: join or begin a job."""
+        known, plan = planned.known, planned.plan
         if plan is None or wish.stop - planned.resident < self._least:
             return
         known.report.update(estimate_fields(plan.estimate, loads=wish.loads))
@@ -132,58 +124,56 @@ class PrefixLoads:
             )
         else:
             job = plan
-        # Perhaps one of others brings it, or the beginning of it.
-        other = overlapping(self.jobs.jobs, job, self._least)
-        known.leads = other is None
-        self.jobs.join(known, other or job)
+        self.jobs.join(known, job)
 
-    def agree(self, saves: Sequence[Any], *, saving: bool) -> Sequence[Any]:
-        """Agree with the other ranks on what their threads and stores say, if that matters now.
+    def poll(self, saves: WriteBack) -> None:
+        """Once per pass: do what all ranks agree on, and give slots to jobs."""
+        if self._votes(saves):
+            self._loader.wake.clear()
+            slow, wishes = self._slow(), {own: own.wish for own in self._planned.values()}
+            agreed = self._agreement.agree(wishes, self.jobs.begun, slow, saves.over())
+            saves.release(agreed.saves)
+            for job in agreed.slow:
+                if job.slots is not None:
+                    # Where another rank finds computing faster, nothing is known of it.
+                    self._compute_instead(job, *slow.get(job, (0.0, 0.0)))
+            for own, wish in agreed.wishes.items():
+                # In a pipeline it may have been planned again since, or be gone.
+                rid = own.known.rid
+                if self._planned.get(rid) is own:
+                    self._begin(self._planned.pop(rid), wish)
+            # Also without jobs: what they brought may be held.
+            queue = (self._known.get(own.rid) for own in self._scheduler.waiting_queue)
+            self.jobs.poll((known for known in queue if known is not None), agreed.ended)
+            self._raise_bits()
+        self._late.poll()
 
-        Whether it does is the same on all of them. `saves`: see `Agreement.agree`; `saving`:
-        whether there are any, perhaps not over. Returns those that are over on all ranks.
-        """
-        agreement = self._agreement
-        urgent = bool(agreement.is_open or self._planned or self.jobs.active)
-        if saving and not urgent:
-            busy = not self._scheduler.running_batch.is_empty()
-            self._passes = (self._passes + 1) % SAVES_EVERY if busy else 0
-            urgent = not self._passes
-        if self._alone or not urgent:
-            return ()
-        slow = {job: (left, took) for job, left, took in self._slow() if took is not None}
-        wishes = {own: own.wish for own in self._planned.values()}
-        agreed = agreement.agree(wishes, slow, saves)
-        for job in agreed.slow:
-            if job.slots is not None:
-                # Where another rank finds computing faster, nothing is known of it.
-                self._compute_instead(job, *slow.get(job, (0.0, 0.0)))
-        for own, wish in agreed.wishes.items():
-            # In a pipeline it may have been planned again since, or be gone.
-            rid = own.known.rid
-            if self._planned.get(rid) is own:
-                self._begin(dataclasses.replace(self._planned.pop(rid), wish=wish))
-        return agreed.saves
+    def _votes(self, saves: WriteBack) -> bool:
+        """Whether ranks vote in this pass, as they must; that is the same on all of them."""
+        if self._agreement.is_open or self._planned or self.jobs.active:
+            return True
+        busy = not self._scheduler.running_batch.is_empty()
+        self._passes = (self._passes + 1) % SAVES_EVERY if saves and busy else 0
+        return bool(saves) and not self._passes
 
     def may_run(self, known: Known) -> bool:
         """Whether a request may be admitted now; plans it again if what was planned is gone."""
-        rid = known.rid
         if known.job is None and not known.planned:
             self.plan(known)
         if self._late.is_blocked(known):
             return False
-        if not self.jobs.waits(rid) and self._has_lost(known):
+        if not self.jobs.waits(known) and self._has_lost(known):
             self.plan(known)
-        if rid in self._planned:
+        if known.rid in self._planned:
             return False
         # On several ranks a pass would have to fail on all of them.
-        return not self.jobs.waits(rid) or (self._alone and self._late.may_start(known))
+        return not self.jobs.waits(known) or (self._alone and self._late.may_start(known))
 
     def end_waiting(self, known: Known) -> None:
         """Note that a request was admitted, or is gone."""
         rid = known.rid
         self._planned.pop(rid, None)
-        self.jobs.leave(rid)
+        self.jobs.leave(known)
         if self.order is not None:
             self.order.forget(rid)
         self._service.lookahead.stop_waiting(rid)
@@ -197,18 +187,6 @@ class PrefixLoads:
             # On an accelerator, passes wait on its stream.
             known.disturbed = known.disturbed or bool(job.events)
             self._requests.tell_reads(known, job)
-
-    def poll(self) -> None:
-        """Once per pass: take in what the loader has done, and give slots to jobs."""
-        if self.jobs.active:
-            # Also without jobs: what they brought may be held.
-            queue = (self._known.get(own.rid) for own in self._scheduler.waiting_queue)
-            self.jobs.poll(known for known in queue if known is not None)
-            self._raise_bits()
-            for job, left, computing in self._slow() if self._alone else ():
-                if computing is not None:
-                    self._compute_instead(job, left, computing)
-        self._late.poll()
 
     def rest(self) -> bool:
         """Wait a little for jobs, if there are any; returns whether there are."""
@@ -253,7 +231,7 @@ class PrefixLoads:
         for rid, known in self.jobs.waiters.items():
             assert self._known[rid] is known
         for job in self.jobs.jobs:
-            assert all(self.jobs.waiters[rid].job is job for rid in job.waiters)
+            assert all(known.job is job for known in job.waiters)
 
     def _has_lost(self, known: Known) -> bool:
         # What was resident may be evicted before the request is admitted.
@@ -301,24 +279,24 @@ class PrefixLoads:
             if blends or known.kv_class.exact or known.req.session is not None:
                 continue
             if self._requests.raise_bits(known, users):
-                self.jobs.leave(known.rid)
+                self.jobs.leave(known)
 
-    def _slow(self) -> Iterator[tuple[LoadJob, float, float | None]]:
-        """Jobs, seconds that each still takes, and what computing takes if that is faster."""
-        if self._service.config.load == "always":
-            return
-        now = time.monotonic()
-        for job in list(self.jobs.loading):
+    def _slow(self) -> dict[LoadJob, tuple[float, float]]:
+        """Jobs that take longer than computing: what each still takes, and what that takes."""
+        slow, now = dict[LoadJob, tuple[float, float]](), time.monotonic()
+        for job in self.jobs.loading if self._service.config.load != "always" else ():
             left = job.seconds_left(self._service.shape.num_layers, now)
             if left is None:
                 left = now - job.began_at if job.began_at else 0.0
-            yield job, left, self._service.estimator.faster_seconds(left, job.start, len(job))
+            took = self._service.estimator.faster_seconds(left, job.start, len(job))
+            if took is not None:
+                slow[job] = left, took
+        return slow
 
     def _compute_instead(self, job: LoadJob, left: float, computing: float) -> None:
         """Let requests compute in `computing` seconds what a job would bring in `left` more."""
         logger.info("loading %d tokens is slower than computing them", len(job))
-        for rid in job.waiters:
-            known = self._known[rid]
+        for known in job.waiters:
             known.report.update(
                 decision="recompute",
                 estimated_load_ms=round(left * 1e3, 3),

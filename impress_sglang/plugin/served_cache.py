@@ -237,8 +237,7 @@ class ServedCache(UnifiedRadixCache):
         if self._serves:
             self.service.poll()
             self._forget_ended()
-            self._saves.release(self.loads.agree)
-            self.loads.poll()
+            self.loads.poll(self._saves)
             self.service.tell_metrics()
 
     def rest(self) -> None:

@@ -63,11 +63,13 @@ class TreeSlots:
         req, job = known.req, known.job
         total = len(req.full_untruncated_fill_ids) + _new_tokens(req) + self._cache.page_size
         if job is not None and (job.slots is not None or job in counted):
-            return total - job.stop
-        if job is not None:
-            counted.add(job)
+            return total - known.common
         match = match_resident(self._cache, key_of(req))
         node, length = match.last_device_node, match.device_prefix_len
+        if job is not None:
+            counted.add(job)
+            # It may bring more than the request can use.
+            total += job.stop - known.common
         if node in counted:
             return total - length
         counted.add(node)

@@ -214,10 +214,16 @@ class WriteBack:
         """Give all saves up."""
         self.give_up(lambda: 1)
 
-    def release(self, agree: Callable[..., Iterable[_Save]]) -> None:
-        """Release the slots of saves that are over on all ranks; see `PrefixLoads.agree`."""
-        over = list(itertools.takewhile(lambda save: save.over, self._saves))
-        for save in agree(over, saving=bool(self._saves)):
+    def __bool__(self) -> bool:
+        return bool(self._saves)
+
+    def over(self) -> list[_Save]:
+        """The saves that are over on this rank, up to the first one that is not."""
+        return list(itertools.takewhile(lambda save: save.over, self._saves))
+
+    def release(self, saves: Iterable[_Save]) -> None:
+        """Release the slots of saves that are over on all ranks."""
+        for save in saves:
             self._release(save)
 
     def finish(self) -> None:

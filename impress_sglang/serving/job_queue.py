@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -38,13 +37,16 @@ LOOK_SECONDS = 0.01
 class Waiter:
     """A queued request: what it waits for, and what is held for it.
 
-    `patience` in seconds: what computing it takes; None if that is not known. `blocked_at`: since
-    when a job has waited for room at the head of the queue, also one whose slots were taken away.
+    `patience` in seconds: what computing it takes; None if that is not known. Its job brings its
+    `common` first tokens; it `leads` if the job was made for it. `blocked_at`: since when a job has
+    waited for room at the head of the queue, also one whose slots were taken away.
     """
 
     rid: str
     patience: float | None = None
     job: LoadJob | None = None
+    common: int = 0
+    leads: bool = False
     hold: Any = None
     blocked_at: float | None = None
     found: int = 0
@@ -64,10 +66,9 @@ class JobQueue(Generic[_Waiter]):
         note_end: Callable[[LoadJob], None],
         replan: Callable[[_Waiter, LoadJob], None],
         least: int,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
-        """`pool`: a `plugin.slot_pool.TreeSlots`. `loader`: a `JobLoader`, perhaps behind the vote
-        of several ranks (`ranks.Agreement`).
+        """`pool`: a `plugin.slot_pool.TreeSlots`; `loader`: a `JobLoader`.
 
         `note_end` is told of each job that has ended, first of all; `replan` of each request whose
         job has ended, or need not begin, which it may give another one. Fewer than `least` tokens
@@ -83,8 +84,6 @@ class JobQueue(Generic[_Waiter]):
         """Those that have not ended, the earliest first."""
         self.waiters: dict[str, _Waiter] = {}
         """Queued requests that wait for a job, or for which something is held."""
-        self.computing: list[LoadJob] = []
-        """Those that are read, and on which the scheduler's thread computes."""
         self._admissible: set[str] | None = None
         """Those that may pass the request at the head, which has waited long enough; None: all."""
 
@@ -95,6 +94,17 @@ class JobQueue(Generic[_Waiter]):
     def filling(self) -> bool:
         """Whether slots are being filled, also such as are in SGLang's tree already."""
         return any(job.slots is not None or job.early for job in self.jobs)
+
+    @property
+    def begun(self) -> list[LoadJob]:
+        """Jobs that the loader was given, in an order that is the same on all ranks."""
+        return [job for job in self.jobs if job.state is not JobState.WAITING]
+
+    @property
+    def computing(self) -> list[LoadJob]:
+        """Those that are read, and on which the scheduler's thread computes."""
+        loaded = (job for job in self.jobs if job.state is JobState.LOADED)
+        return [job for job in loaded if job.computes and not job.revoked]
 
     @property
     def active(self) -> bool:
@@ -118,55 +128,47 @@ class JobQueue(Generic[_Waiter]):
         ]
 
     def join(self, waiter: _Waiter, job: LoadJob) -> None:
-        """Let a request wait for a job, which may be new."""
+        """Let a request wait for a new job, or for another one that brings the beginning of it."""
         assert waiter.job is None
-        if job not in self.jobs:
+        own, waiter.common = overlapping(self.jobs, job, self._least)
+        waiter.leads = own is job
+        if waiter.leads:
             self.jobs.append(job)
-        waiter.job = job
-        job.waiters.add(waiter.rid)
+        waiter.job = own
+        own.waiters.append(waiter)
         self.waiters[waiter.rid] = waiter
 
-    def leave(self, rid: str) -> None:
+    def leave(self, waiter: _Waiter) -> None:
         """Note that a request was admitted, or is gone: nothing is held or loaded for it."""
-        waiter = self.waiters.pop(rid, None)
-        if waiter is None:
-            return
+        self.waiters.pop(waiter.rid, None)
         self._release(waiter)
         self._detach(waiter)
         waiter.blocked_at = None
 
     def give_up(self, job: LoadJob) -> None:
         """Let all who wait for a job go on without it."""
-        for rid in sorted(job.waiters):
-            self._detach(self.waiters[rid])
+        for waiter in list(job.waiters):
+            self._detach(waiter)
 
-    def waits(self, rid: str) -> bool:
+    def waits(self, waiter: _Waiter) -> bool:
         """Whether a request is not to be admitted now."""
-        if self._admissible is not None and rid not in self._admissible:
-            return True
-        waiter = self.waiters.get(rid)
-        return waiter is not None and waiter.job is not None
+        may_pass = self._admissible is None or waiter.rid in self._admissible
+        return waiter.job is not None or not may_pass
 
-    def poll(self, queue: Iterable[_Waiter]) -> None:
-        """Take in what the loader has done, and give slots to jobs; `queue`: all, in order."""
-        self.settle()
+    def poll(self, queue: Iterable[_Waiter], ended: Iterable[LoadJob]) -> None:
+        """Take in the jobs that have `ended` on all ranks, and give slots to others.
+
+        `queue`: all requests, in order.
+        """
+        for job in ended:
+            if not job.computes or job.state is not JobState.LOADED:
+                self._finish(job)
         self._admissible = None
         if any(self._held) or any(job.state is JobState.WAITING for job in self.jobs):
             self._grant(queue)
 
-    def settle(self) -> None:
-        """Take in the jobs that have ended."""
-        for job in self._loader.take_ended():
-            if job.computes and job.state is JobState.LOADED and job in self.jobs:
-                self.computing.append(job)
-            else:
-                self._finish(job)
-        for job in [own for own in self.computing if own.revoked]:
-            self.end_computing(job, JobState.DROPPED)
-
     def end_computing(self, job: LoadJob, state: JobState) -> None:
         """Note that the scheduler's thread computes no more of a job."""
-        self.computing.remove(job)
         job.state = state
         self._finish(job)
 
@@ -186,21 +188,20 @@ class JobQueue(Generic[_Waiter]):
         for job in list(self.jobs):
             self.give_up(job)
         for waiter in list(self.waiters.values()):
-            self.leave(waiter.rid)
+            self.leave(waiter)
 
     def wait_for_loader(self, seconds: float) -> bool:
         """Wait until the loader lets go of all jobs, which were dropped; False if not in time."""
         for _ in range(math.ceil(seconds / LOOK_SECONDS)):
+            self._loader.wake.clear()
             if all(job.done.is_set() for job in self.jobs):
-                break
+                return True
             self._loader.wake.wait(LOOK_SECONDS)
-            self.settle()
-        self.settle()
-        return all(job.done.is_set() for job in self.jobs)
+        return False
 
     def _grant(self, queue: Iterable[_Waiter]) -> None:
         first = list(itertools.islice(queue, WINDOW))
-        if self._pool.windows and first and not self.waits(first[0].rid) and self._pool.is_idle():
+        if self._pool.windows and first and not self.waits(first[0]) and self._pool.is_idle():
             # If rows that others hold keep it from being admitted, nobody ever is.
             self._release_behind({first[0].rid})
         room = budget = self._pool.room()
@@ -236,13 +237,14 @@ class JobQueue(Generic[_Waiter]):
         `first`: nothing is set aside for requests before it.
         """
         if self._pool.lacking(job) < self._least:
-            waiters = self._waiters_of(job)
+            waiters = list(job.waiters)
             self.give_up(job)
             for waiter in waiters:
                 # It may need more than the job would have brought.
                 self._replan(waiter, job)
             return True
-        alone = first and self._pool.is_idle() and not any(self.loading) and not any(self._held)
+        alone = first and self._pool.is_idle() and not any(self.loading)
+        alone = alone and all(waiter.job is job for waiter in self._held)
         if need >= budget and not alone:
             return False
         if self._pool.take(job):
@@ -266,11 +268,10 @@ class JobQueue(Generic[_Waiter]):
         return now - waiter.blocked_at > patience
 
     def _finish(self, job: LoadJob) -> None:
-        if job not in self.jobs:
-            return
         self.jobs.remove(job)
         self._note_end(job)
-        waiters = self._waiters_of(job)
+        # Who began it comes first, and is told of its reads.
+        waiters, job.waiters = job.waiters, []
         loaded = job.state is JobState.LOADED and not job.revoked
         if job.early and not loaded:
             self._let_go()
@@ -290,13 +291,8 @@ class JobQueue(Generic[_Waiter]):
                 waiter.tries += 1
         if loaded:
             self._pool.release(job.hold)
-        job.waiters.clear()
         for waiter in waiters:
             self._replan(waiter, job)
-
-    def _waiters_of(self, job: LoadJob) -> list[_Waiter]:
-        """Those who wait for a job; who began it comes first, and is told of its reads."""
-        return [own for own in self.waiters.values() if own.job is job]
 
     def _let_go(self) -> None:
         """Take away what others hold: it may be behind slots that are not right."""
@@ -314,7 +310,7 @@ class JobQueue(Generic[_Waiter]):
         job, waiter.job = waiter.job, None
         if job is None:
             return
-        job.waiters.discard(waiter.rid)
+        job.waiters.remove(waiter)
         if job.waiters or job.early:
             return
         if job.state is JobState.WAITING:
@@ -331,18 +327,19 @@ class JobQueue(Generic[_Waiter]):
             self._pool.release(hold)
 
 
-def overlapping(jobs: Sequence[LoadJob], job: LoadJob, least: int) -> LoadJob | None:
-    """A job that brings at least the `least` first tokens of a new one, which may join it."""
+def overlapping(jobs: Sequence[LoadJob], job: LoadJob, least: int) -> tuple[LoadJob, int]:
+    """A job that brings at least the `least` first tokens of a new one, and up to which of its
+    tokens; else the new one itself."""
     for own in jobs:
-        if own.space != job.space or own.revoked:
-            continue
         # One that waits will begin behind what is resident then.
-        if own.state is not JobState.WAITING and own.start > job.start:
+        late = own.state is not JobState.WAITING and own.start > job.start
+        if own.space != job.space or own.revoked or late:
             continue
         common = min(own.stop, job.stop)
         if common - job.start < least:
             continue
         differ = (own.tokens[:common] != job.tokens[:common]).nonzero()[0]
-        if (int(differ[0]) if len(differ) else common) - job.start >= least:
-            return own
-    return None
+        common = int(differ[0]) if len(differ) else common
+        if common - job.start >= least:
+            return own, common
+    return job, job.stop

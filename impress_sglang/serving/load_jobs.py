@@ -74,7 +74,7 @@ class LoadJob:
         behind: the stored state where they end, if there are states.
         start: the first token; until the job is loading, what was resident when it was planned.
         beyond: how many more tokens its key in SGLang's tree has.
-        waiters: ids of requests that wait for it.
+        waiters: requests that wait for it, as in `job_queue`; who began it comes first.
         target: int64 [stop - start], the slots that are filled.
         rows: int64, where pools of layers with windows have the last of them, or a state is.
         slots: the same as `target` while they belong to the job: neither given back nor in SGLang's
@@ -91,7 +91,7 @@ class LoadJob:
     start: int
     beyond: int = 0
     behind: tuple[StoredSpan, ...] = ()
-    waiters: set[str] = dataclasses.field(default_factory=set)
+    waiters: list[Any] = dataclasses.field(default_factory=list)
     target: Tensor | None = None
     rows: Tensor | None = None
     slots: Tensor | None = None
@@ -280,7 +280,6 @@ class JobLoader:
         self._measuring = False
         # Jobs, what measures reads, and None at the end.
         self._asked: queue.SimpleQueue[LoadJob | Callable[[], None] | None] = queue.SimpleQueue()
-        self._ended: queue.SimpleQueue[LoadJob] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="impress-load", daemon=True)
         self._thread.start()
 
@@ -293,15 +292,6 @@ class JobLoader:
         if not self._measuring:
             self._measuring = True
             self._asked.put(lambda: _measure(store, spans, exact=exact))
-
-    def take_ended(self) -> Iterator[LoadJob]:
-        """The jobs that have ended since the last call."""
-        self.wake.clear()
-        while True:
-            try:
-                yield self._ended.get_nowait()
-            except queue.Empty:
-                return
 
     def close(self, seconds: float) -> bool:
         """End the thread after all jobs; False if that takes more than `seconds`."""
@@ -403,7 +393,6 @@ class JobLoader:
 
     def _end(self, job: LoadJob, state: JobState, error: BaseException | None = None) -> None:
         job.end(state, error)
-        self._ended.put(job)
         self.wake.set()
 
 

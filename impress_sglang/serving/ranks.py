@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from impress_sglang.serving.load_jobs import JobState, LoadJob
@@ -124,12 +124,13 @@ class Wish:
 
 
 class Agreed(NamedTuple):
-    """What all ranks do now: the wishes by plan, jobs instead of which they compute, and the saves
-    that they release."""
+    """What all ranks do now: the wishes by plan, jobs that have ended, jobs instead of which they
+    compute, and the saves that they release."""
 
-    wishes: Mapping[Any, Wish]
-    slow: Sequence[LoadJob]
-    saves: Sequence[Any]
+    wishes: Mapping[Any, Wish] = {}
+    ended: Sequence[LoadJob] = ()
+    slow: Sequence[LoadJob] = ()
+    saves: Sequence[Any] = ()
 
 
 @dataclasses.dataclass(slots=True)
@@ -137,28 +138,19 @@ class _Ballot:
     """A vote of which nothing was done yet, what it is on, and how many passes ago it was."""
 
     plans: Sequence[Any]
-    jobs: list[LoadJob]
+    jobs: Sequence[LoadJob]
     saves: Sequence[Any]
     hear: Callable[[], Sequence[int]]
     age: int = 0
 
 
 class Agreement:
-    """The vote of each pass, and what follows for jobs; the scheduler's thread owns it.
+    """The vote of each pass; the scheduler's thread owns it. A rank alone has the only vote."""
 
-    It is a loader whose jobs end when they have ended on all ranks, and well if they did on all.
-    """
-
-    def __init__(
-        self, ranks: Ranks, loader: Any, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """`loader` of this rank; `clock` returns seconds, of which those of rank 0 count."""
+    def __init__(self, ranks: Ranks, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` returns seconds, of which those of rank 0 count."""
         self.ranks = ranks
-        self.wake = loader.wake
-        self._loader, self._clock, self._now = loader, clock, 0.0
-        self.begun: list[LoadJob] = []
-        """Jobs of which it is not agreed that they have ended, in the order of their begin."""
-        self._ended: list[LoadJob] = []
+        self._clock, self._now = clock, 0.0
         self._ballot: _Ballot | None = None
 
     @property
@@ -166,39 +158,30 @@ class Agreement:
         """Whether there is a vote of which nothing was done yet."""
         return self._ballot is not None
 
-    def begin(self, job: LoadJob) -> None:
-        """See `JobLoader.begin`."""
-        self.begun.append(job)
-        self._loader.begin(job)
-
-    def take_ended(self) -> Iterator[LoadJob]:
-        """The jobs of which that was agreed since the last call."""
-        for _ in self._loader.take_ended():
-            # What ended here ends with the vote.
-            pass
-        ended, self._ended = self._ended, []
-        yield from ended
-
     def now(self) -> float:
         """Seconds by the clock of rank 0, as of the last vote."""
         return self._now
 
     def agree(
-        self, wishes: Mapping[Any, Wish], slow: Collection[LoadJob], saves: Sequence[Any]
+        self,
+        wishes: Mapping[Any, Wish],
+        jobs: Sequence[LoadJob],
+        slow: Collection[LoadJob],
+        saves: Sequence[Any],
     ) -> Agreed:
-        """Vote, or do what a vote has said: note which jobs have ended.
+        """Vote, or do what a vote has said: note how jobs have ended.
 
-        All ranks call it in the same passes, with wishes for the same plans. `slow`: jobs that take
-        longer than computing on this rank; `saves`: those that are over on this rank, up to the
-        first one that is not.
+        All ranks call it in the same passes, with wishes for the same plans, and the same `jobs`,
+        which were begun. `slow`: those that take longer than computing on this rank; `saves`: those
+        that are over on this rank, up to the first one that is not.
         """
         if self._ballot is None:
-            hear = self.vote(list(wishes.values()), slow, len(saves))
-            self._ballot = _Ballot(list(wishes), list(self.begun), saves, hear)
+            hear = self._vote(list(wishes.values()), jobs, slow, len(saves))
+            self._ballot = _Ballot(list(wishes), jobs, saves, hear)
         ballot = self._ballot
         if self.ranks.batches > 1 and ballot.age < self.ranks.batches:
             ballot.age += 1
-            return Agreed({}, (), ())
+            return Agreed()
         self._ballot = None
         now, num_saves, *told = ballot.hear()
         self._now = now / _MICROSECONDS
@@ -207,7 +190,7 @@ class Agreement:
         for plan in ballot.plans:
             stop, loads, wait = next(threes)
             agreed[plan] = Wish(stop, bool(loads), None if wait < 0 else wait / _MICROSECONDS)
-        slower = []
+        ended, slower = list[LoadJob](), list[LoadJob]()
         for job, (has_ended, is_whole, is_worth) in zip(ballot.jobs, threes, strict=True):
             if has_ended:
                 if not is_whole:
@@ -215,22 +198,25 @@ class Agreement:
                 elif job.revoked:
                     # One rank may have filled its slots before they were taken away.
                     job.state = JobState.DROPPED
-                self.begun.remove(job)
-                self._ended.append(job)
-            if not is_worth:
+                ended.append(job)
+            elif not is_worth:
                 slower.append(job)
-        return Agreed(agreed, slower, ballot.saves[:num_saves])
+        return Agreed(agreed, ended, slower, ballot.saves[:num_saves])
 
-    def vote(
-        self, wishes: Sequence[Wish], slow: Collection[LoadJob], saves: int
+    def _vote(
+        self,
+        wishes: Sequence[Wish],
+        jobs: Sequence[LoadJob],
+        slow: Collection[LoadJob],
+        saves: int,
     ) -> Callable[[], Sequence[int]]:
-        """Vote on the time, saves, wishes, and the jobs that were begun; see the module."""
+        """Vote on the time, saves, wishes, and jobs; see the module."""
         numbers = [self._decide(self._clock()), saves]
         for wish in wishes:
             loads = ANY if self.ranks.rank else int(wish.loads)
             patience = _UNKNOWN if wish.patience is None else wish.patience
             numbers += [wish.stop, loads, self._decide(patience)]
-        for job in self.begun:
+        for job in jobs:
             has_ended = job.done.is_set()
             is_whole = not has_ended or job.state is not JobState.FAILED
             numbers += [has_ended, is_whole, job not in slow]

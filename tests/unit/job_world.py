@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -133,21 +133,19 @@ class StepLoader:
         """Paths whose last token cannot be read."""
         self.stalls = False
         self.wake = self
-        self._ended: list[LoadJob] = []
         self._tick = tick
 
     def begin(self, job: LoadJob) -> None:
         assert job.state is JobState.LOADING and job.slots is not None and not job.revoked
         self.begun.append(job)
 
-    def take_ended(self) -> Iterator[LoadJob]:
-        while self._ended:
-            yield self._ended.pop(0)
-
     def wait(self, seconds: float) -> None:
         """As an event's: the loader goes on meanwhile."""
         self._tick()
         self.step()
+
+    def clear(self) -> None:
+        """As an event's."""
 
     def step(self) -> None:
         if self.stalls or not self.begun:
@@ -180,7 +178,6 @@ class StepLoader:
     def _end(self, job: LoadJob, state: JobState, error: BaseException | None = None) -> None:
         self.begun.popleft()
         job.end(state, error)
-        self._ended.append(job)
 
     def run(self, steps: int = 100) -> None:
         for _ in range(steps):
@@ -209,9 +206,10 @@ class Pool:
         prompt, job = self.prompts[waiter.rid], waiter.job
         total = len(prompt) + self.new_tokens.get(waiter.rid, 0) + 1
         if job is not None and (job.slots is not None or job in counted):
-            return total - job.stop
+            return total - waiter.common
         if job is not None:
             counted.add(job)
+            total += job.stop - waiter.common
         path = self.tree.match(prompt[:-1])
         if path in counted:
             return total - len(path)
@@ -279,10 +277,10 @@ def check_queue(jobs: JobQueue, tree: Tree) -> None:
     """What holds between calls of a queue; slots and locks of requests are somebody else's."""
     for rid, waiter in jobs.waiters.items():
         assert waiter.rid == rid
-        assert waiter.job is None or (waiter.job in jobs.jobs and rid in waiter.job.waiters)
+        assert waiter.job is None or (waiter.job in jobs.jobs and waiter in waiter.job.waiters)
         assert waiter.job is None or waiter.hold is None or waiter.hold in tree.holds
     for job in jobs.jobs:
-        assert all(jobs.waiters[rid].job is job for rid in job.waiters)
+        assert all(own.job is job and jobs.waiters[own.rid] is own for own in job.waiters)
         if job.state is JobState.WAITING:
             assert job.slots is None and job.hold is None, "who waits holds nothing"
             assert job.waiters, "nobody waits for it"
@@ -400,10 +398,11 @@ class Desk:
     def leave(self, rid: str) -> None:
         """It is admitted, or gone."""
         self.queue.remove(rid)
-        self.jobs.leave(rid)
+        self.jobs.leave(self.waiters[rid])
 
     def poll(self) -> None:
-        self.jobs.poll(self.waiters[rid] for rid in self.queue)
+        ended = [job for job in self.jobs.begun if job.done.is_set()]
+        self.jobs.poll((self.waiters[rid] for rid in self.queue), ended)
         check_queue(self.jobs, self.tree)
 
     def load(self) -> None:
@@ -413,7 +412,7 @@ class Desk:
 
     @property
     def waiting(self) -> list[str]:
-        return [rid for rid in self.queue if self.jobs.waits(rid)]
+        return [rid for rid in self.queue if self.jobs.waits(self.waiters[rid])]
 
     def check_nothing_is_left(self) -> None:
         assert not self.jobs and not self.jobs.waiters and not self.tree.holds

@@ -98,15 +98,8 @@ class Desk:
         return job
 
     def wait(self, *jobs: LoadJob) -> None:
-        """Until all are told to have ended."""
-        left = set(map(id, jobs))
-
-        def ended() -> bool:
-            left.difference_update(map(id, self.loader.take_ended()))
-            return not left
-
-        wait_until(ended)
-        assert all(job.done.is_set() and job.began_at >= job.planned_at for job in jobs)
+        """Until all have ended."""
+        assert all(job.done.wait(60) and job.began_at >= job.planned_at for job in jobs)
 
     def expected(self, job: LoadJob) -> list[Tensor]:
         """What its slots must hold, by the definition of exact KVs, or by the other loader."""

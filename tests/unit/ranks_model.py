@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from impress_sglang.serving.job_queue import JobQueue, overlapping
+from impress_sglang.serving.job_queue import JobQueue
 from impress_sglang.serving.load_jobs import LoadJob
 from impress_sglang.serving.ranks import Agreement, Ranks, Wish
 from tests.unit.job_world import Hold, Path, Request, new_job
@@ -90,17 +90,15 @@ class Plan:
 
 
 class RankModel(SGLangModel):
-    votes = True
-
     def __init__(self, ratio: float, rng: random.Random, ranks: Ranks) -> None:
         self.ranks = ranks
         super().__init__(ratio, rng)
 
-    def make_jobs(self, loader: Any, clock: Callable[[], float]) -> JobQueue:
-        self.agreement = Agreement(self.ranks, loader, clock)
+    def make_jobs(self, clock: Callable[[], float]) -> JobQueue:
+        self.agreement = Agreement(self.ranks, clock)
         self.planned: dict[str, Plan] = {}
         self.saves: list[Save] = []
-        return super().make_jobs(self.agreement, self.agreement.now)
+        return super().make_jobs(self.agreement.now)
 
     # What the tree cache does, as `plugin.prefix_loads` and `plugin.write_back` do.
 
@@ -117,26 +115,27 @@ class RankModel(SGLangModel):
         self.planned.clear()
         super().drop_all()
 
-    def _agree(self) -> None:
+    def _ended(self) -> Sequence[LoadJob]:
         if not (self.agreement.is_open or self.planned or self.jobs.active or self.saves):
-            return
+            return ()
         slow = {job for job in self.jobs.loading if self.rng.random() < 0.02}
         over = list(itertools.takewhile(lambda own: own.steps <= 0, self.saves))
         wishes = {own: own.wish for own in self.planned.values()}
-        agreed = self.agreement.agree(wishes, slow, over)
+        agreed = self.agreement.agree(wishes, self.jobs.begun, slow, over)
         for save in agreed.saves:
             if save in self.saves:
                 self.tree.unlock(save.hold)
                 self.saves.remove(save)
         for job in agreed.slow:
             if job.slots is not None:
-                for rid in job.waiters:
-                    self.requests[rid].waiter.tries = MOST_TRIES
+                for waiter in job.waiters:
+                    waiter.tries = MOST_TRIES
                 self.jobs.give_up(job)
         for plan, wish in agreed.wishes.items():
             if self.planned.get(plan.rid) is plan:
                 del self.planned[plan.rid]
                 self._begin(self.requests[plan.rid], wish)
+        return agreed.ended
 
     def _begin(self, own: Request, wish: Wish) -> None:
         resident = len(self.tree.match(own.tokens[:-1]))
@@ -144,11 +143,10 @@ class RankModel(SGLangModel):
             return
         own.waiter.patience = wish.patience
         job = new_job(own.tokens[: wish.stop], resident)
-        self.jobs.join(own.waiter, overlapping(self.jobs.jobs, job, LEAST) or job)
+        self.jobs.join(own.waiter, job)
 
     def _poll(self) -> None:
         self._write()
-        self._agree()
         super()._poll()
 
     def _may_start(self, own: Request) -> bool:
@@ -207,7 +205,13 @@ class RankModel(SGLangModel):
             if job is None:
                 return None
             slots = None if job.slots is None else job.slots.tolist()
-            return job.tokens.tolist(), job.start, slots, job.revoked, sorted(job.waiters)
+            return (
+                job.tokens.tolist(),
+                job.start,
+                slots,
+                job.revoked,
+                len(job.waiters),
+            )
 
         nodes = {path: (own.slot, own.locks, own.used) for path, own in self.tree.nodes.items()}
         waiters = {

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from impress_sglang.serving.job_queue import JobQueue, Waiter, overlapping
+from impress_sglang.serving.job_queue import JobQueue, Waiter
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from tests.unit.job_world import (
     LAYERS,
@@ -62,9 +61,6 @@ class ModelPool(Pool):
 class SGLangModel:
     """One scheduler; `ratio`: which share of their answers it reserves for running requests."""
 
-    votes = False
-    """Whether jobs end when ranks have voted so."""
-
     def __init__(self, ratio: float, rng: random.Random) -> None:
         self.ratio, self.rng = ratio, rng
         self.clock = Clock()
@@ -85,10 +81,10 @@ class SGLangModel:
         self.full = False
         self.polls = self.count = 0
         self.pool = ModelPool(self)
-        self.jobs = self.make_jobs(self.loader, self.clock)
+        self.jobs = self.make_jobs(self.clock)
 
-    def make_jobs(self, loader: Any, clock: Callable[[], float]) -> JobQueue:
-        return JobQueue(self.pool, loader, self._note_end, self._after_job, LEAST, clock)
+    def make_jobs(self, clock: Callable[[], float]) -> JobQueue:
+        return JobQueue(self.pool, self.loader, self._note_end, self._after_job, LEAST, clock)
 
     def _tick(self) -> None:
         self.clock.now += STEP_SECONDS
@@ -133,7 +129,7 @@ class SGLangModel:
         if request.lock is not None:
             self.tree.unlock(request.lock)
             request.lock = None
-        self.jobs.leave(request.rid)
+        self.jobs.leave(request.waiter)
 
     def _requeue(self, request: Request) -> None:
         self._release(request)
@@ -167,13 +163,16 @@ class SGLangModel:
             own.planned = False
         self.jobs.drop_all()
         if self.jobs.wait_for_loader(self.rng.choice([0.0, 1.0])):
-            assert self.votes or not self.jobs
+            assert all(job.done.is_set() for job in self.jobs.jobs)
 
     def _poll(self) -> None:
         """`check_hicache_events`."""
         self.polls += 1
-        self.jobs.poll(own.waiter for own in self.queue)
+        self.jobs.poll((own.waiter for own in self.queue), self._ended())
         self.gate = [job for job in self.gate if job in self.jobs.jobs]
+
+    def _ended(self) -> Sequence[LoadJob]:
+        return [job for job in self.jobs.begun if job.done.is_set()]
 
     @property
     def available(self) -> int:
@@ -226,7 +225,7 @@ class SGLangModel:
                 own.state, self.chunked = State.CHUNKED, own
             else:
                 own.state = State.RUNNING
-            self.jobs.leave(own.rid)
+            self.jobs.leave(own.waiter)
             if self.available - offset <= 0:
                 self.full = True
                 break
@@ -331,7 +330,7 @@ class SGLangModel:
             self.plan(own)
         if self.polls < own.not_before or self._is_blocked(own):
             return False
-        return not self.jobs.waits(own.rid) or self._starts_early(own)
+        return not self.jobs.waits(own.waiter) or self._starts_early(own)
 
     def plan(self, own: Request) -> None:
         own.planned = True
@@ -340,7 +339,7 @@ class SGLangModel:
         if own.waiter.tries >= MOST_TRIES or stop - resident < LEAST:
             return
         job = new_job(own.tokens[:stop], resident)
-        self.jobs.join(own.waiter, overlapping(self.jobs.jobs, job, LEAST) or job)
+        self.jobs.join(own.waiter, job)
 
     def _stored(self, tokens: Path) -> int:
         return max((_common(tokens, own) for own in self.stored), default=0)

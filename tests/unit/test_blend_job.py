@@ -242,7 +242,7 @@ def carry_out(job: BlendJob, shape: KVShape = SHAPE) -> tuple[list[Tensor], list
     loader = JobLoader(torch.device("cpu"), layers, plain_codec(shape))
     job.state = JobState.LOADING
     loader.begin(job)
-    assert job.done.wait(30) and list(loader.take_ended()) == [job]
+    assert job.done.wait(30)
     assert loader.close(30)
     keys, values = ([own[job.target] for own in pool] for pool in pools)
     return keys, values

@@ -211,6 +211,7 @@ class TestGivingUp:
         desk.jobs.drop_all()
         assert not desk.jobs.filling and len(desk.tree.free) == 20, "SGLang may flush at once"
         assert desk.jobs.wait_for_loader(1.0)
+        desk.poll()
         assert not desk.replanned and not desk.waiting
         assert {job.state for job in jobs} == {JobState.DROPPED}
         desk.check_nothing_is_left()
@@ -255,37 +256,50 @@ def test_what_others_hold_below_an_early_job_that_fails_is_released(desk: Desk) 
     assert not desk.waiting and not desk.tree.nodes and not desk.tree.holds
 
 
-# Tokens and start of a job beside one of 8 tokens, and whether it is the same for its request.
+# Tokens and start of a job beside one of 8 tokens, and how many of its first ones that brings.
 OVERLAPS = [
-    *((prompt(1, length), 0, True) for length in (5, 8, 12)),
-    (prompt(1, 8), 6, True),
+    *((prompt(1, length), 0, min(length, 8)) for length in (5, 8, 12)),
+    (prompt(1, 8), 6, 8),
     # Too few of them are the same.
-    *((prompt(1, length), 7, False) for length in (8, 12)),
-    ((100, *prompt(2, 5)), 0, False),
-    ((100, 101, *prompt(2, 5)), 0, True),
-    ((5, *prompt(1, 8)[1:]), 0, False),
-    ((*prompt(1, 5), 7, 8, 9), 4, False),
+    *((prompt(1, length), 7, None) for length in (8, 12)),
+    ((100, *prompt(2, 5)), 0, None),
+    ((100, 101, *prompt(2, 5)), 0, 2),
+    ((5, *prompt(1, 8)[1:]), 0, None),
+    ((*prompt(1, 5), 7, 8, 9), 4, None),
 ]
 
 
-@pytest.mark.parametrize(("tokens", "start", "joins"), OVERLAPS)
-def test_who_needs_the_same_tokens_joins(tokens: Path, start: int, joins: bool) -> None:
-    own = new_job(prompt(1, 8))
-    assert overlapping([own], new_job(tokens, start), 2) is (own if joins else None)
+@pytest.mark.parametrize(("tokens", "start", "common"), OVERLAPS)
+def test_who_needs_the_same_tokens_joins(tokens: Path, start: int, common: int | None) -> None:
+    own, new = new_job(prompt(1, 8)), new_job(tokens, start)
+    assert overlapping([own], new, 2) == ((new, new.stop) if common is None else (own, common))
 
 
 def test_who_needs_earlier_tokens_joins_a_job_that_waits() -> None:
     """It will begin behind what is resident then."""
-    own = new_job(prompt(1, 8), 4)
-    assert overlapping([own], new_job(prompt(1, 8)), 2) is own
+    own, new = new_job(prompt(1, 8), 4), new_job(prompt(1, 8))
+    assert overlapping([own], new, 2) == (own, 8)
     own.state = JobState.LOADING
-    assert overlapping([own], new_job(prompt(1, 8)), 2) is None
+    assert overlapping([own], new, 2) == (new, 8)
 
 
 def test_nobody_joins_a_job_of_others() -> None:
-    own = new_job(prompt(1, 8))
-    own.space = ("salt", None)
-    assert overlapping([own], new_job(prompt(1, 8)), 2) is None
-    own = new_job(prompt(1, 8))
-    own.revoke()
-    assert overlapping([own], new_job(prompt(1, 8)), 2) is None
+    apart, revoked, new = (new_job(prompt(1, 8)) for _ in range(3))
+    apart.space = ("salt", None)
+    revoked.revoke()
+    assert overlapping([apart, revoked], new, 2) == (new, 8)
+
+
+def test_a_job_that_brings_more_than_a_request_needs_room_for_all_of_it(desk: Desk) -> None:
+    """Whoever began it may be further back in the queue."""
+    job = new_job(prompt(1, 9))
+    desk.ask("b", prompt(1, 10), job)
+    desk.ask("a", prompt(1, 3), new_job(prompt(1, 2)), new=1)
+    desk.queue.reverse()
+    assert desk.waiters["a"].job is job and not desk.waiters["a"].leads
+    desk.pool.promised, desk.pool.idle = 8, False
+    desk.poll()
+    assert job.state is JobState.WAITING, "9, 1 + 1 + 1 are 12"
+    desk.pool.promised = 7
+    desk.poll()
+    assert job.state is JobState.LOADING

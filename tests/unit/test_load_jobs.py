@@ -294,7 +294,7 @@ def test_the_scheduler_goes_on_meanwhile(make: Make, caches: str) -> None:
                 job = desk.job_of(tokens[: match.num_tokens], match, own, start)
                 desk.loader.begin(job)
                 jobs.append(job)
-        for job in list(desk.loader.take_ended()):
+        for job in [own for own in jobs if own.done.is_set()]:
             jobs.remove(job)
             loaded += desk.check_or_gone(job)
             assert job.target is not None

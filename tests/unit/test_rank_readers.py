@@ -35,8 +35,7 @@ OUTSIDE = {
 }
 READERS: dict[str, tuple[str, ...]] = {
     "it is what a rank votes, or the vote": (
-        "plugin.prefix_loads.PrefixLoads.__init__",
-        "plugin.prefix_loads.PrefixLoads._look",
+        "plugin.prefix_loads.PrefixLoads.plan",
         "plugin.prefix_loads.PrefixLoads._slow",
         "serving.load_planner.LoadPlanner._estimate",
         "serving.load_planner.LoadPlanner.behind",
@@ -46,12 +45,9 @@ READERS: dict[str, tuple[str, ...]] = {
         "serving.load_planner.LoadPlanner.usable",
         "serving.ranks.Agreement.__init__",
         "serving.ranks.Agreement.now",
-        "serving.ranks.Agreement.vote",
+        "serving.ranks.Agreement._vote",
     ),
-    "its clock is that of the vote": (
-        "serving.job_queue.JobQueue.__init__",
-        "serving.job_queue.JobQueue._has_waited",
-    ),
+    "its clock is that of the vote": ("serving.job_queue.JobQueue._has_waited",),
     "all ranks do the same, and each tells its own store of it": (
         "plugin.prefix_loads.PrefixLoads._begin",
         "plugin.prefix_loads.PrefixLoads._note_end",

@@ -19,7 +19,7 @@ from impress_sglang.serving.load_jobs import JobState, LoadJob
 from impress_sglang.serving.ranks import Agreement, Ranks, Wish
 from impress_sglang.storage.directory import identity_in, same_model
 from impress_sglang.store.identity import rank_identity
-from tests.unit.job_world import StepLoader, Tree, new_job
+from tests.unit.job_world import new_job
 from tests.unit.ranks_model import Lockstep
 from tests.unit.sglang_model import NUM_SLOTS, SGLangModel
 
@@ -137,26 +137,24 @@ def agreement(rank: int, others: list[list[int]], now: float = 5.0) -> Agreement
         others.append(list(numbers))
         return lambda: [min(own) for own in zip(*others, strict=True)]
 
-    loader: Any = StepLoader(Tree(4))
-    return Agreement(Ranks(rank, 2, begin), loader, lambda: now)
+    return Agreement(Ranks(rank, 2, begin), lambda: now)
 
 
 def test_rank_0_decides_and_the_least_counts() -> None:
     heard: list[list[int]] = []
     first = agreement(0, heard)
-    first.begun = [job(JobState.LOADED), job(JobState.LOADED), job()]
+    jobs = [job(JobState.LOADED), job(JobState.LOADED), job()]
     mine = {"a": Wish(700, loads=True, patience=2.5), "b": Wish(300), "c": Wish(0, patience=0.0)}
-    assert first.agree(mine, [], "xyz") == (mine, [], "xyz")
-    assert first.now() == 5.0 and len(first.begun) == 1
+    assert first.agree(mine, jobs, [], "xyz") == (mine, jobs[:2], [], "xyz")
+    assert first.now() == 5.0
 
     second = agreement(1, heard, now=1.0)
     jobs = [job(JobState.FAILED), job(), job()]
-    second.begun = list(jobs)
     theirs = {"a": Wish(600, patience=0.1), "b": Wish(400, loads=True, patience=9.0), "c": Wish()}
-    wishes, slow, saves = second.agree(theirs, jobs[2:], "xy")
+    wishes, ended, slow, saves = second.agree(theirs, jobs, jobs[2:], "xy")
     assert wishes == mine | {"a": Wish(600, loads=True, patience=2.5)}
     assert slow == jobs[2:] and saves == "xy" and second.now() == 5.0
-    assert second.begun == jobs[1:] and list(second.take_ended()) == jobs[:1]
+    assert ended == jobs[:1]
     assert len(heard[0]) == len(heard[1])
 
 

@@ -15,6 +15,7 @@ from impress_sglang.plugin.factory import rotation_of
 from impress_sglang.plugin.known import Known, KnownRequests
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.prefix_loads import PrefixLoads
+from impress_sglang.plugin.write_back import WriteBack
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from impress_sglang.serving.why import Reason
 from impress_sglang.storage.segment import Tokens
@@ -69,9 +70,9 @@ class BlendLoads(PrefixLoads):
         notes.why = found
         return usual
 
-    def poll(self) -> None:
+    def poll(self, saves: WriteBack) -> None:
         """See `PrefixLoads.poll`; between two passes, a block of a blend is computed."""
-        super().poll()
+        super().poll(saves)
         if self.step():
             for known in self._known.values():
                 # A block was computed between the chunks of its prompt, or before its first token.
@@ -106,9 +107,8 @@ class BlendLoads(PrefixLoads):
         if not isinstance(job, BlendJob):
             super()._compute_instead(job, left, computing)
             return
-        for rid in job.waiters:
+        for known in job.waiters:
             # It may load a prefix without blending.
-            known = self._known[rid]
             known.blend.decline((Reason.BLEND_SLOWER, ""))
             known.planned = False
         self.jobs.give_up(job)
