@@ -10,6 +10,7 @@ import contextlib
 import errno
 import functools
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -185,9 +186,9 @@ class DiskWorker(BackgroundThread):
         """Make a whole file that is synced one of the store."""
         path = self._directory.segment_path(segment.segment_id)
         self.files.make_directory(path.parent)
-        with contextlib.closing(OpenSegment(fetched, self.files, direct=False)) as opened:
+        with self.files.opened(fetched, os.O_RDONLY) as descriptor:
             # As old as its KVs: orders to purge and `--impress-ttl` ask for that.
-            self.files.date(opened.descriptor, int(segment.written * 1e9))
+            self.files.date(descriptor, int(segment.written * 1e9))
         self.files.rename(fetched, path)
         self.files.sync_directory(path.parent)
         self.record(segment)
