@@ -87,19 +87,19 @@ def calibrated(
             raise Refused(f"{size} ranks cannot share {heads} KV heads")
     first = {kind: own[: len(own) // 2] for kind, own in ids.items()}
     second = {kind: own[len(own) // 2 :] for kind, own in ids.items()}
-    moments, gradients, model = Moments(), Gradients(), prompts.name()
-    _count(prompts, first, moments, gradients)
-    features = sum(heads * dim for heads, dim in moments.shapes)
-    if moments.count < features:
+    sample = _Sample(prompts)
+    sample.read(first)
+    features = sum(heads * dim for heads, dim in sample.moments.shapes)
+    if sample.moments.count < features:
         # All else of what is to come would be unlike these.
         raise Refused(
             f"a basis for this model needs texts with more than {2 * features} tokens in all: "
             "give more of them, or raise --tokens"
         )
     sizes = list(dict.fromkeys(min(size, heads) for size in tp_sizes))
-    checked = _fitted(moments, gradients, sizes)
-    _count(prompts, second, moments, gradients)
-    whole = _fitted(moments, gradients, sizes, model)
+    checked = sample.bases(sizes)
+    sample.read(second)
+    whole = sample.bases(sizes, prompts.name())
     for size, bases in checked.items():
         lost: dict[str, dict[str, float]] = {f"{own:g}": {} for own in RATES}
         for kind, tokens in second.items():
@@ -110,28 +110,11 @@ def calibrated(
         notes = {
             "texts": hashlib.sha256(repr(sorted(ids.items())).encode()).hexdigest()[:16],
             "metric": "fish",
-            "tokens": moments.count,
+            "tokens": sample.moments.count,
             "kl": lost,
         }
         whole[size] = [dataclasses.replace(own, notes=notes) for own in whole[size]]
     return list(whole.values())
-
-
-def _fitted(
-    moments: Moments, gradients: Gradients, sizes: Sequence[int], model: str = ""
-) -> dict[int, list[Basis]]:
-    """For each size a basis for each of so many ranks, all as good as that for all heads."""
-    metric, heads = gradients.metric, moments.shapes[0][0]
-    whole = Fit(moments, metric)
-    least, found = whole.thresholds(RATES), dict[int, list[Basis]]()
-    for ranks in sizes:
-        found[ranks], count = [], heads // ranks
-        for rank in range(ranks):
-            own = slice(rank * count, (rank + 1) * count)
-            costs = [[of[own] for of in layer] for layer in metric]
-            solved = whole if ranks == 1 else Fit(moments.of_heads(own), costs)
-            found[ranks].append(solved.basis(least, model=model, part=(rank, ranks)))
-    return found
 
 
 def _told(bases: Sequence[Basis]) -> dict[str, Any]:
@@ -151,28 +134,48 @@ def _told(bases: Sequence[Basis]) -> dict[str, Any]:
     return found
 
 
-class Gradients:
-    """Mean products of gradients by each head's keys and values: Fisher's information of these.
+class _Sample:
+    """KVs of prompts and gradients by them, and what bases they give.
 
-    A few tokens of a few prompts have by far the largest gradients. So each prompt counts alike,
-    whatever its size: the geometric mean over streams.
+    Errors are weighed by Fisher's information: mean products of gradients by each head's keys and
+    values. A few tokens of a few prompts have by far the largest gradients. So each prompt counts
+    alike, whatever its size: the geometric mean over streams.
     """
 
-    def __init__(self) -> None:
-        self.metric: list[list[Tensor]] = []
-        """Of each layer and stream float64 [G, D, D]; their common scale means nothing."""
+    def __init__(self, prompts: Prompts) -> None:
+        self._prompts = prompts
+        self.moments = Moments()
+        # Of each layer and stream float64 [G, D, D]; their common scale means nothing.
+        self._metric: list[list[Tensor]] = []
 
-    def add(self, draws: Sequence[KVs]) -> None:
-        """Count gradients by the KVs of a prompt, but for its first tokens."""
-        layers = range(len(draws[0]))
-        found = [[_products([draw[i][j] for draw in draws]) for j in range(2)] for i in layers]
-        sizes = [own.diagonal(dim1=1, dim2=2).sum() for layer in found for own in layer]
-        size = torch.stack(sizes).log2().mean().exp2()
-        if not self.metric:
-            self.metric = [[torch.zeros_like(own) for own in layer] for layer in found]
-        for sums, layer in zip(self.metric, found, strict=True):
-            for to, own in zip(sums, layer, strict=True):
-                to += own / size
+    def read(self, ids: Mapping[str, Sequence[int]]) -> None:
+        for kind, prompt in ids.items():
+            _tell(f"reading {kind}")
+            kvs, draws = self._prompts.gradients(prompt)
+            self.moments.add(kvs)
+            layers = range(len(kvs))
+            found = [[_products([draw[i][j] for draw in draws]) for j in range(2)] for i in layers]
+            sizes = [own.diagonal(dim1=1, dim2=2).sum() for layer in found for own in layer]
+            size = torch.stack(sizes).log2().mean().exp2()
+            if not self._metric:
+                self._metric = [[torch.zeros_like(own) for own in layer] for layer in found]
+            for sums, layer in zip(self._metric, found, strict=True):
+                for to, own in zip(sums, layer, strict=True):
+                    to += own / size
+
+    def bases(self, sizes: Sequence[int], model: str = "") -> dict[int, list[Basis]]:
+        """For each size a basis for each of so many ranks, all as good as that for all heads."""
+        metric, heads = self._metric, self.moments.shapes[0][0]
+        whole = Fit(self.moments, metric)
+        least, found = whole.thresholds(RATES), dict[int, list[Basis]]()
+        for ranks in sizes:
+            found[ranks], count = [], heads // ranks
+            for rank in range(ranks):
+                own = slice(rank * count, (rank + 1) * count)
+                costs = [[of[own] for of in layer] for layer in metric]
+                solved = whole if ranks == 1 else Fit(self.moments.of_heads(own), costs)
+                found[ranks].append(solved.basis(least, model=model, part=(rank, ranks)))
+        return found
 
 
 class Prompts:
@@ -310,16 +313,6 @@ def _products(draws: Sequence[Tensor]) -> Tensor:
     """Sums over tokens, but for the first of each, of products in each head: float64 [G, D, D]."""
     heads = torch.cat([own[SINK_TOKENS:] for own in draws]).transpose(0, 1)
     return (heads.mT @ heads).double()
-
-
-def _count(
-    prompts: Prompts, ids: Mapping[str, Sequence[int]], moments: Moments, gradients: Gradients
-) -> None:
-    for kind, own in ids.items():
-        _tell(f"reading {kind}")
-        kvs, slopes = prompts.gradients(own)
-        moments.add(kvs)
-        gradients.add(slopes)
 
 
 def _held(ids: Sequence[int]) -> int:
