@@ -357,10 +357,6 @@ class ImpressConfig:
             raise ConfigError(f"{CONFIG_VARIABLE} must be a JSON object, got {text!r}")
         return cls.from_options(options)
 
-    def to_json(self) -> str:
-        """The configuration as `from_environment` reads it."""
-        return json.dumps(dataclasses.asdict(self))
-
 
 def share_of_rank(config: ImpressConfig, size: int, copies: int = 1) -> ImpressConfig:
     """The options of one of `size` ranks of a model, which share disk and memory of the host.
@@ -386,7 +382,7 @@ def enable_for_engine(**options: Any) -> ImpressConfig:
         ConfigError: an unknown option or a wrong value.
     """
     config = ImpressConfig.from_options(options)
-    os.environ[CONFIG_VARIABLE] = config.to_json()
+    os.environ[CONFIG_VARIABLE] = json.dumps(dataclasses.asdict(config))
     return config
 
 

@@ -22,7 +22,6 @@ from impress_sglang.transfer.sources import ReadStats
 DECISIONS = ("none", "load", "recompute")
 PATHS = ("ssd", "device", "computed")
 _FLAGS = ("prefetched", "approximate")
-_USES = ("not_served", "not_stored")
 # The fields of a report about a decision before there is one.
 NO_ESTIMATE: dict[str, object] = {
     "decision": DECISIONS[0],
@@ -148,13 +147,13 @@ class RequestTotals(dict[str, Any]):
 
     def add(self, report: dict[str, Any]) -> None:
         """Count a finished request by its report."""
-        decision, reason = report["decision"], (report["why"] or {}).get("reason")
-        declined = decision == "recompute"
-        found = {"": 1, f"_{report['path']}": 1, "_declined": declined}
-        for name, count in (found | {f"_{own}": bool(report[own]) for own in _FLAGS}).items():
-            self[f"requests{name}"] += count
-        keys = {"decision": decision, "why": reason}
-        for name, key in (keys | {own: report[own] for own in _USES}).items():
+        self["requests"] += 1
+        self[f"requests_{report['path']}"] += 1
+        self["requests_declined"] += report["decision"] == "recompute"
+        for name in _FLAGS:
+            self[f"requests_{name}"] += bool(report[name])
+        keys = {name: report[name] for name in ("decision", "not_served", "not_stored")}
+        for name, key in (keys | {"why": (report["why"] or {}).get("reason")}).items():
             if key is not None:
                 counts = self[f"requests_{name}"]
                 counts[key] = counts.get(key, 0) + 1

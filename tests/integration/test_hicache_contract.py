@@ -243,7 +243,7 @@ def test_what_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         make(pool, extra={"ssd_gb": 0})
     with pytest.raises(ConfigError, match=r"interface_v1: .impress hicache-config. prints it"):
         make(pool, extra={"interface_v1": 0})
-    with pytest.raises(UnsupportedError, match="pp_size > 1"):
+    with pytest.raises(UnsupportedError, match="drop --pp-size 2"):
         make(pool, pp_size=2)
     with pytest.raises(ConfigError, match="one of 5, 6"):
         make(pool, extra={"bits": 4})

@@ -163,14 +163,11 @@ class ImpressStorage(HiCacheStorage):
         self._weights = _noted
         options = resolved_view(self._weights.context.server_args)
         check_values(options)
-        for name in ("pp_size", "attn_cp_size", "dcp_size"):
-            if getattr(storage_config, name, 1) > 1:
-                raise UnsupportedError(f"pages of HiCache are not stored with {name} > 1")
-        attends = options.enable_dp_attention or getattr(options, "attn_dp_size", 1) > 1
-        if attends or storage_config.should_split_heads:
-            raise UnsupportedError(
-                "pages of HiCache are not stored with --enable-dp-attention or a tp_lcm_size"
-            )
+        why = "stores no pages of HiCache with that"
+        check_values(storage_config, {why: ("pp_size attn_cp_size dcp_size", (1,))})
+        check_values(options, {why: ("attn_dp_size", (1,))})
+        if options.enable_dp_attention or storage_config.should_split_heads:
+            raise UnsupportedError(f"IMPRESS {why}: drop --enable-dp-attention or tp_lcm_size")
         self._weights.attach(self)
 
     def open_pages(self, identity: str) -> PageStore:
