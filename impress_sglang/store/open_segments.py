@@ -159,13 +159,10 @@ class OpenSegments:
         for span in spans:
             lengths[span.segment] += len(span)
         for segment, length in lengths.items():
-            info, geometry = segment.info, segment.info.geometry
-            if self._cache.placement.enabled:
-                on_ssd = self.tiers(info, codes=codes) == Tier.SSD
-                pages = chunk_pages(geometry, codes=codes)[on_ssd]
-                num_bytes = int(pages.sum(dtype=np.int64)) * BLOCK_BYTES
-            else:
-                num_bytes = geometry.num_bytes(codes=codes)
+            info = segment.info
+            on_ssd = self.tiers(info, codes=codes) == Tier.SSD
+            pages = chunk_pages(info.geometry, codes=codes)[on_ssd]
+            num_bytes = int(pages.sum(dtype=np.int64)) * BLOCK_BYTES
             slower = 1.0
             if self._far_reader is not None and self._disk.is_far(segment):
                 slower = self._far_reader.cost.seconds_for(_SOME_BYTES)

@@ -225,7 +225,7 @@ class StoredTree:
         while above is not None and above.lost and not above.children:
             self._leave(above)
             above = above.parent
-        if above is not None and above.lost:
+        if above is not None and above.lost and above.stop not in above.children:
             _shorten(above)
 
     def check(self, segment: StoredSegment) -> None:

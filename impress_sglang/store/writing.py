@@ -121,10 +121,8 @@ class Offer:
 class _Write:
     segment: StoredSegment
     offer: Offer
-    future: Future[None] = dataclasses.field(init=False)
+    future: Future[None]
     abandoned: bool = False
-    # Why nobody may use the segment.
-    discarded: Cause | None = None
 
 
 class SegmentWrites:
@@ -155,7 +153,7 @@ class SegmentWrites:
         return len(self._writes)
 
     def __iter__(self) -> Iterator[StoredSegment]:
-        return (write.segment for write in self._writes)
+        return (write.segment for write in self._writes if not write.segment.lost)
 
     def want_queries(self) -> bool:
         """See `QueryMeter.wants`."""
@@ -235,40 +233,43 @@ class SegmentWrites:
             self._finish(self._writes.popleft())
 
     def discard(self, segments: Sequence[StoredSegment], cause: Cause) -> int:
-        """Remove segments and their files, each before what it builds on, and those that are being
-        written when their writes end; returns how many of these had not been discarded before."""
+        """Remove segments and their files; writes of those that are being written are given up.
+        Returns how many these are."""
         writes = {write.segment: write for write in self._writes}
-        count, going = 0, dict[str, int]()
+        given_up, going = 0, dict[str, int]()
         for segment in segments:
-            if (write := writes.get(segment)) is not None:
-                count += write.discarded is None
-                write.discarded = cause
-                self._abandon(write)
-                continue
+            if segment.state is SegmentState.PENDING:
+                given_up += 1
+                self._quota.pending_bytes -= segment.file_bytes
+                self._abandon(writes[segment])
             self.lose(segment, cause)
             if segment.home is None:
+                # Behind its write.
                 going[segment.segment_id] = segment.file_bytes
             else:
                 self._disk.places.refuse(segment.segment_id)
         self._disk.remove_foreign(segments)
         if going:
-            self.stats.segments_evicted += len(going) * (cause is Cause.EVICTED)
-            self.stats.segments_purged += len(going) * (cause is Cause.PURGED)
-            self.stats.segments_expired += len(going) * (cause is Cause.EXPIRED)
+            count = len(going) - given_up
+            self.stats.segments_evicted += count * (cause is Cause.EVICTED)
+            self.stats.segments_purged += count * (cause is Cause.PURGED)
+            self.stats.segments_expired += count * (cause is Cause.EXPIRED)
             # In one job, because with each job the other thread can take the GIL from this one.
             self._worker.delete(going)
         if cause is Cause.PURGED:
             self._worker.submit(self._worker.empty_quarantine)
-        return count
+        return given_up
 
     def lose(self, segment: StoredSegment, cause: Cause) -> None:
         """Mark a segment as lost; it stays in the tree as long as others build on it."""
         self.losses.note(segment, cause)
-        # An estimate until the next measurement.
-        self._health.free_bytes += segment.file_bytes
+        stored = segment.on_disk
+        if stored:
+            # An estimate until the next measurement.
+            self._health.free_bytes += segment.file_bytes
         self._health.suspects.pop(segment, None)
         self._tree.lose(segment)
-        if self._disk.bucket is not None:
+        if stored and self._disk.bucket is not None:
             self._disk.bucket.lost(segment)
         # Behind that: see `OpenSegments.retire`.
         self._segments.retire(segment.segment_id)
@@ -321,22 +322,21 @@ class SegmentWrites:
         if self._codec is not None:
             energy = functools.partial(self._disk.meter.energy, queries=offer.queries)
             coding = self._codec.rule(info.prefix_len, energy, alone=not self._shape.exact)
-        write = _Write(segment, offer)
-        write.future = self._worker.submit(
-            self._worker.write,
-            segment,
-            read_first,
-            coding,
-            unremoved,
-            lambda: write.discarded is None,
+        future = self._worker.submit(
+            self._worker.write, segment, read_first, coding, unremoved, lambda: not segment.lost
         )
-        self._writes.append(write)
+        self._writes.append(_Write(segment, offer, future))
 
     def _finish(self, write: _Write) -> None:
         """Publish a segment whose write has ended, or act on its failure."""
         segment, error = write.segment, write.future.exception()
         if not write.abandoned:
             write.offer.on_done()
+        if error is not None and not isinstance(error, (WrittenInVain, NotCodable)):
+            self._quota.budget.spend(-segment.file_bytes)
+        if segment.lost:
+            self.stats.segments_abandoned += 1
+            return
         self._quota.pending_bytes -= segment.file_bytes
         if error is None:
             # An estimate until the next measurement.
@@ -349,14 +349,8 @@ class SegmentWrites:
             self.stats.bytes_written += segment.file_bytes
             if self._disk.meter.has_news:
                 self._worker.submit(lambda: self._worker.keep(CODING, self._disk.meter.dump()))
-            if write.discarded is not None:
-                self.discard([segment], write.discarded)
             return
         self._worker.delete({segment.segment_id: segment.file_bytes})
-        if write.discarded is not None:
-            self.losses.note(segment, write.discarded)
-        if not isinstance(error, (WrittenInVain, NotCodable)):
-            self._quota.budget.spend(-segment.file_bytes)
         if isinstance(error, NotCodable):
             # The end stands for all: others may begin like it, and have codes.
             tokens = segment.prompt()

@@ -195,7 +195,7 @@ class StoreHistory(RuleBasedStateMachine):
         assert sorted(self.done) == sorted(self.accepted), "one callback for each accepted offer"
         assert stats.segments_abandoned == before[0] + len(self.abandoned)
         assert stats.segments_failed == before[1] + len(self.failing - self.abandoned)
-        for name in self.pending:
+        for name in filter(self.model.segments.get, self.pending):
             if name in self.failing | self.abandoned:
                 self.model.lose(name)
             else:

@@ -183,7 +183,7 @@ class StoreMachine(StoreHistory):
         purge(self.store, prefix, known.namespace)
         for own in list(self.model.segments.values()):
             begins = [token for token, _ in own.path[:stop]] == prefix
-            if begins and own.namespace == known.namespace and own.name not in self.pending:
+            if begins and own.namespace == known.namespace:
                 self.model.lose(own.name)
 
     @rule()
