@@ -297,13 +297,12 @@ class Prompts:
 def coded_kvs(basis: Basis, layers: KVs) -> KVs:
     """What KVs of a prompt are restored to, where they are; its first tokens are exact."""
     below, found = None, []
-    on_cpu = basis.to("cpu")
     for layer, exact in enumerate(layers):
         # The coder's loops are for a CPU.
-        _, below = encode_layer(on_cpu, layer, below, [own.cpu() for own in exact])
+        _, below = encode_layer(basis, layer, below, [own.cpu() for own in exact])
         keys, values = (
             torch.cat([x[:SINK_TOKENS], own[SINK_TOKENS:].to(x.device)])
-            for own, x in zip(kvs_of(on_cpu, layer, below), exact, strict=True)
+            for own, x in zip(kvs_of(basis, layer, below), exact, strict=True)
         )
         found.append((keys, values))
     return found

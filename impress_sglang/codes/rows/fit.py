@@ -33,23 +33,17 @@ _WORTH = 4.0 ** -torch.arange(1.0, MAX_BITS + 1, dtype=torch.float64)
 Metric = Sequence[Sequence[Tensor]]
 
 
-@dataclasses.dataclass(slots=True)
-class _Sums:
-    """Of one layer, less `origin`: float64 [X], [X, X], and with the layer below [X, X]."""
-
-    origin: Tensor
-    first: Tensor
-    second: Tensor
-    below: Tensor | None
-
-
 class Moments:
     """Means and covariances of KVs: of each layer in itself and with the layer below."""
 
     def __init__(self) -> None:
         self.count = 0
         self.shapes: tuple[tuple[int, int], ...] = ()
-        self._sums: list[_Sums] = []
+        # Products of what is far from zero would round their differences away. Of each layer, what
+        # is taken off [X], and float64 [B + X + 1, X]: sums of products with the features of the
+        # layer below, with its own, and with 1. There are B below, and in layer 0 none.
+        self._origins: list[Tensor] = []
+        self._sums: list[Tensor] = []
 
     @property
     def num_layers(self) -> int:
@@ -68,16 +62,16 @@ class Moments:
         ]
         if not self._sums:
             self.shapes = tuple((own.shape[1], own.shape[2]) for own in layers[0])
-            # Products of what is far from zero would round their differences away.
-            self._sums = [_new_sums(own.mean(0), below=i > 0) for i, own in enumerate(flat)]
+            self._origins = [own.mean(0) for own in flat]
         self.count += len(flat[0])
-        under = None
-        for to, own in zip(self._sums, flat, strict=True):
-            here = own - to.origin
-            to.first += here.sum(0)
-            to.second += here.T @ here
-            if to.below is not None and under is not None:
-                to.below += under.T @ here
+        under = flat[0][:, :0]
+        for layer, (origin, own) in enumerate(zip(self._origins, flat, strict=True)):
+            here = own - origin
+            found = torch.cat([(torch.cat([under, here], 1).T @ here).double(), here.sum(0)[None]])
+            if layer == len(self._sums):
+                self._sums.append(found)
+            else:
+                self._sums[layer] += found
             under = here
 
     def of_heads(self, heads: slice) -> Moments:
@@ -88,39 +82,29 @@ class Moments:
             places.append(own.flatten())
             found.shapes += ((len(own), dim),)
             begin += count * dim
-        at = torch.cat(places).to(self._sums[0].origin.device)
-
-        def square(own: Tensor) -> Tensor:
-            return own[at][:, at]
-
-        found.count = self.count
-        found._sums = [
-            _Sums(
-                own.origin[at],
-                own.first[at],
-                square(own.second),
-                None if own.below is None else square(own.below),
-            )
-            for own in self._sums
-        ]
+        at = torch.cat(places).to(self._origins[0].device)
+        found.count, found._origins = self.count, [own[at] for own in self._origins]
+        for sums in self._sums:
+            squares = [own[at][:, at] for own in sums[:-1].split(begin)]
+            found._sums.append(torch.cat([*squares, sums[-1:, at]]))
         return found
 
     def mean(self, layer: int) -> Tensor:
         """Float64 [X]."""
-        own = self._sums[layer]
-        return own.origin + own.first / self.count
+        return self._origins[layer] + self._sums[layer][-1] / self.count
 
     def covariance(self, layer: int) -> Tensor:
         """Float64 [X, X]."""
-        own = self._sums[layer]
-        mean = own.first / self.count
-        return own.second / self.count - mean[:, None] * mean
+        size = len(self._origins[layer])
+        return self._covariance(self._sums[layer][-1 - size : -1], layer, layer)
 
     def with_below(self, layer: int) -> Tensor:
         """The covariance with the layer below, which there must be: float64 [X, X]."""
-        own, under = self._sums[layer], self._sums[layer - 1]
-        assert own.below is not None
-        return own.below / self.count - under.first[:, None] * own.first / self.count**2
+        return self._covariance(self._sums[layer][: len(self._origins[layer])], layer - 1, layer)
+
+    def _covariance(self, products: Tensor, one: int, other: int) -> Tensor:
+        left, right = (self._sums[own][-1] / self.count for own in (one, other))
+        return products / self.count - left[:, None] * right
 
 
 class Fit:
@@ -168,13 +152,10 @@ class _Solved:
     def basis(self, bits: tuple[int, ...]) -> LayerBasis:
         kept = len(bits)
         scale = self.variances[:kept].sqrt()
-        return LayerBasis(
-            bits,
-            self.mean.float(),
-            self.predict,
-            (self.forward[:, :kept] / scale).float(),
-            (self.inverse[:kept] * scale[:, None]).bfloat16(),
-        )
+        forward, inverse = self.forward[:, :kept] / scale, self.inverse[:kept] * scale[:, None]
+        predict = None if self.predict is None else self.predict.cpu()
+        exact = self.mean.float().cpu(), predict, forward.float().cpu()
+        return LayerBasis(bits, *exact, inverse.bfloat16().cpu())
 
 
 def _solve(moments: Moments, layer: int, metric: Sequence[Tensor] | None) -> _Solved:
@@ -241,10 +222,3 @@ def _share_bits(variances: list[Tensor], threshold: float) -> list[tuple[int, ..
         bits = (own[:, None].cpu() * _WORTH >= threshold).sum(1)
         found.append(tuple(int(own) for own in bits if own))
     return found
-
-
-def _new_sums(origin: Tensor, *, below: bool) -> _Sums:
-    size = len(origin)
-    square = origin.new_zeros(size, size, dtype=torch.float64)
-    first = origin.new_zeros(size, dtype=torch.float64)
-    return _Sums(origin, first, square, square.clone() if below else None)
