@@ -13,7 +13,6 @@ from torch import Tensor
 from impress_sglang.loops.types import Flags, Indices
 from impress_sglang.paper.history import TokenHistory
 from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, Column, SegmentLayout
-from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.placement import Access, Tier
 from impress_sglang.transfer.buffers import BufferPool
@@ -78,14 +77,13 @@ class PartSource(StoredSource):
         self,
         spans: Sequence[OpenSpan],
         histories: Sequence[TokenHistory],
-        reader: BlockReader,
         pool: BufferPool,
         cache: ChunkCache,
         *,
         whole: bool,
     ) -> None:
         """`histories`: of the segments of the spans; `whole`: all tokens will be wanted."""
-        super().__init__(spans, reader, pool, cache, codes=False)
+        super().__init__(spans, pool, cache, codes=False)
         shape = self.shape
         keys, values = tuple(shape.key_columns), tuple(shape.value_columns)
         probe: tuple[Column, ...] = (PROBE,) if shape.probe_kv_heads else ()

@@ -75,7 +75,7 @@ class PartStore(PrefixStore):
 
         `whole`: all of them will be read. It raises as `OpenSegments.open`.
         """
-        spans, places = match.slice(start, stop), (self._reader, self._memory.pool, self.cache)
+        spans, places = match.slice(start, stop), (self._memory.pool, self.cache)
         self.tree.touch(match)
         with self.segments.acquired(spans) as segments:
             opened = self.segments.open_spans(spans, segments, codes=False)

@@ -320,7 +320,7 @@ class OpenSegment:
         self.readers = 0
         """How many read from it, of those that share it."""
         self.reader: Any = None
-        """The `BlockReader` of its blocks; None: that of the drive."""
+        """The `BlockReader` of its blocks; given by who opens it to be read in blocks."""
         with reading(self.segment_id):
             self.descriptor = files.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
 

@@ -231,7 +231,7 @@ class OpenSegments:
         if not segment.info.describes_same(stored.info):
             segment.close()
             raise SegmentUnreadable(stored.segment_id, "index and segment file do not agree")
-        segment.reader = self._far_reader if far else None
+        segment.reader = self._far_reader if far else self._reader
         return segment
 
     @locked
@@ -285,7 +285,7 @@ class OpenSegments:
                 if not codes and segment.mapping is not None:
                     raise SegmentUnreadable(segment.segment_id, "was reordered")
             opened = self.open_spans(spans, segments, codes=codes)
-            source = WholeSource(opened, self._reader, pool, self._cache, codes=codes)
+            source = WholeSource(opened, pool, self._cache, codes=codes)
             if not codes and not exact and source.layer_bytes > pool.limit_bytes:
                 # Found before it is read: it is no failure of the drive.
                 raise PrefixUnreadable(

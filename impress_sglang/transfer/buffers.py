@@ -16,7 +16,7 @@ from impress_sglang.errors import PrefixUnreadable, StoreUnavailable
 from impress_sglang.loops.types import Indices
 from impress_sglang.storage.files import AlignedMemory
 from impress_sglang.storage.layout import BLOCK_BYTES, round_up
-from impress_sglang.storage.reader import BlockReader, PendingRead
+from impress_sglang.storage.reader import PendingRead
 from impress_sglang.storage.segment import OpenSegment
 from impress_sglang.tiers.copying import Fence, pin_memory
 
@@ -192,13 +192,11 @@ class LayerBuffer:
         self._owner = np.full(num_bytes // BLOCK_BYTES, _NO_READ, np.int16)
         self._wanted = np.zeros(len(self._owner), np.bool_)
 
-    def read_ahead(self, wanted: Indices, reader: BlockReader) -> None:
+    def read_ahead(self, wanted: Indices) -> None:
         """Begin to read blocks that will probably be wanted."""
-        self._submit(wanted, 0, reader, ahead=True)
+        self._submit(wanted, 0, ahead=True)
 
-    def read(
-        self, wanted: Indices, gap_bytes: int, reader: BlockReader, *, last: bool = True
-    ) -> int:
+    def read(self, wanted: Indices, *, last: bool = True) -> int:
         """Begin to read the wanted blocks that are missing; returns how many bytes that is.
 
         `last`: this is the layer's last request, so all that it uses is known, and all reading
@@ -209,13 +207,14 @@ class LayerBuffer:
             numbers: Iterable[int] = range(len(self.reads))
             if not last:
                 numbers = np.flatnonzero(self._brought(wanted)[1:]).tolist()
-            self._stop_reading_ahead(numbers, reader)
+            self._stop_reading_ahead(numbers)
         self._forget_failed()
         new = wanted[~self._wanted[wanted]]
         self._wanted[new] = True
         for read, count in zip(self.reads, self._brought(new)[1:].tolist(), strict=True):
             self.ahead_used_bytes += count * BLOCK_BYTES if read.ahead else 0
-        return self._submit(wanted, gap_bytes // BLOCK_BYTES, reader, ahead=False)
+        gap_bytes: int = self._segment.reader.cost.gap_bytes
+        return self._submit(wanted, gap_bytes // BLOCK_BYTES, ahead=False)
 
     def wait(self, wanted: Indices) -> None:
         """Wait until the wanted blocks, all of which must be submitted, are there; verify them.
@@ -235,9 +234,9 @@ class LayerBuffer:
             raise errors[0]
         self._segment.check_blocks(self.memory, self._offset, wanted)
 
-    def close(self, reader: BlockReader) -> None:
+    def close(self) -> None:
         """Give the memory back, and cancel reads that have not begun."""
-        self._stop_reading_ahead(range(len(self.reads)), reader)
+        self._stop_reading_ahead(range(len(self.reads)))
         self.ahead_bytes = sum(read.num_bytes for read in self.reads if read.ahead)
         self._pool.give(self.memory, self.reads)
 
@@ -245,12 +244,12 @@ class LayerBuffer:
         """How many of these blocks each read brings, int64 [1 + reads]; the first: no read."""
         return np.bincount(1 + self._owner[blocks], minlength=1 + len(self.reads))
 
-    def _stop_reading_ahead(self, numbers: Iterable[int], reader: BlockReader) -> None:
+    def _stop_reading_ahead(self, numbers: Iterable[int]) -> None:
         """Cancel what has not begun of those of these reads that read ahead."""
         for number in numbers:
             read = self.reads[number]
             if read.ahead and not read.done:
-                starts, stops = (self._segment.reader or reader).cancel(read)
+                starts, stops = self._segment.reader.cancel(read)
                 for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
                     own = self._owner[start // BLOCK_BYTES : stop // BLOCK_BYTES]
                     own[own == number] = _NO_READ
@@ -261,7 +260,7 @@ class LayerBuffer:
             if read.ahead and read.done and read.error is not None:
                 self._owner[self._owner == number] = _NO_READ
 
-    def _submit(self, wanted: Indices, gap_blocks: int, reader: BlockReader, *, ahead: bool) -> int:
+    def _submit(self, wanted: Indices, gap_blocks: int, *, ahead: bool) -> int:
         """Submit a read of the missing blocks, if any; returns how many bytes that is."""
         missing = wanted[self._owner[wanted] == _NO_READ]
         if not len(missing):
@@ -273,6 +272,6 @@ class LayerBuffer:
         starts = missing[np.append(0, last + 1)] * BLOCK_BYTES
         stops = (missing[np.append(last, -1)] + 1) * BLOCK_BYTES
         where = self._segment, self.memory, self._offset
-        read = (self._segment.reader or reader).submit(*where, starts, stops, ahead=ahead)
+        read: PendingRead = self._segment.reader.submit(*where, starts, stops, ahead=ahead)
         self.reads.append(read)
         return read.num_bytes

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from impress_sglang.loops.types import Flags, Indices, Uint8s
 from impress_sglang.storage.layout import BLOCK_BYTES
-from impress_sglang.storage.reader import BlockReader, PendingRead
+from impress_sglang.storage.reader import PendingRead
 from impress_sglang.storage.segment import OpenSegment
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.placement import Access, Tier
@@ -103,7 +103,6 @@ class StoredSource(abc.ABC):
     def __init__(
         self,
         spans: Sequence[OpenSpan],
-        reader: BlockReader,
         pool: BufferPool,
         cache: ChunkCache,
         *,
@@ -133,7 +132,7 @@ class StoredSource(abc.ABC):
         self.next_ahead = 0
         """The next layer to be read ahead."""
         self.shape = segments[0].layout.shape
-        self._reader, self._pool, self._cache, self.codes = reader, pool, cache, codes
+        self._pool, self._cache, self.codes = pool, cache, codes
         self._buffers: dict[int, dict[int, LayerBuffer]] = {}
         self._ending: list[PendingRead] = []
 
@@ -148,16 +147,13 @@ class StoredSource(abc.ABC):
         # What enters a cache is wanted whole, and would cost each layer a read of its own.
         whole = self._cache.placement.enabled
         for of_spans in self._certain(layer):
-            of_buffer: dict[int, list[Indices]] = {}
+            missing = {}
             for number, own in enumerate(of_spans):
                 count = len(own.layer.first)
-                first_id = self._first_id(layer, number)
-                tiers = self._cache.placement.tiers(first_id, count)[own.chunks]
-                wanted = own.missing(tiers == _SSD, whole)
-                if len(wanted):
-                    of_buffer.setdefault(self._buffer_of[number], []).append(wanted)
-            for number, found in of_buffer.items():
-                self._buffer(layer, number).read_ahead(_joined(found), self._reader)
+                tiers = self._cache.placement.tiers(self._first_id(layer, number), count)
+                missing[number] = own.missing(tiers[own.chunks] == _SSD, whole)
+            for buffer, blocks in self._of_buffers(layer, missing):
+                buffer.read_ahead(blocks)
 
     @property
     def is_reading(self) -> bool:
@@ -216,19 +212,30 @@ class StoredSource(abc.ABC):
 
     def _fetch(self, layer: int, parts: Sequence[PartOfRead], *, last: bool) -> None:
         """Bring all blocks that must come from SSD into their buffers."""
-        of_buffer: dict[LayerBuffer, list[Indices]] = {}
+        missing = {part.number: part.from_ssd for part in parts if len(part.from_ssd)}
         for part in parts:
-            if len(part.from_ssd):
+            if part.number in missing:
                 part.buffer = self._buffer(layer, part.number)
-                of_buffer.setdefault(part.buffer, []).append(part.from_ssd)
-        reading = [(buffer, _joined(found)) for buffer, found in of_buffer.items()]
-        for buffer, wanted in reading:
-            gap_bytes = self._reader.cost.gap_bytes
-            self.stats.ssd_bytes += buffer.read(wanted, gap_bytes, self._reader, last=last)
+        reading = self._of_buffers(layer, missing)
+        for buffer, blocks in reading:
+            self.stats.ssd_bytes += buffer.read(blocks, last=last)
         began = time.perf_counter()
-        for buffer, wanted in reading:
-            buffer.wait(wanted)
+        for buffer, blocks in reading:
+            buffer.wait(blocks)
         self.stats.wait_ms += (time.perf_counter() - began) * 1e3
+
+    def _of_buffers(
+        self, layer: int, blocks: Mapping[int, Indices]
+    ) -> list[tuple[LayerBuffer, Indices]]:
+        """The buffers of spans of which blocks are wanted, and what any of their spans wants."""
+        found: dict[LayerBuffer, list[Indices]] = {}
+        for number, own in blocks.items():
+            if len(own):
+                found.setdefault(self._buffer(layer, number), []).append(own)
+        return [
+            (buffer, own[0] if len(own) == 1 else np.unique(np.concatenate(own)))
+            for buffer, own in found.items()
+        ]
 
     def _settle(self, parts: Sequence[PartOfRead], access: Access) -> None:
         """Move chunks between tiers; those that were read to be cached come from the buffers."""
@@ -287,7 +294,7 @@ class StoredSource(abc.ABC):
                 self._close_buffer(buffer)
 
     def _close_buffer(self, buffer: LayerBuffer) -> None:
-        buffer.close(self._reader)
+        buffer.close()
         self._ending = [read for read in (*self._ending, *buffer.reads) if not read.done]
         self.stats.ssd_bytes += buffer.ahead_bytes
         self.stats.ahead_bytes += buffer.ahead_bytes
@@ -304,7 +311,6 @@ class WholeSource(StoredSource):
     def __init__(
         self,
         spans: Sequence[OpenSpan],
-        reader: BlockReader,
         pool: BufferPool,
         cache: ChunkCache,
         *,
@@ -312,7 +318,7 @@ class WholeSource(StoredSource):
     ) -> None:
         """See `StoredSource`."""
         assert codes or all(segment.mapping is None for segment, _, _ in spans)
-        super().__init__(spans, reader, pool, cache, codes=codes)
+        super().__init__(spans, pool, cache, codes=codes)
         self.state: Any = None
         """What restores codes keeps from layer to layer."""
         self.sinks: dict[int, tuple[Tensor, Tensor]] = {}
@@ -406,8 +412,3 @@ def take_blocks(
     if memory is not None:
         memory.fence = fence
     return blocks
-
-
-def _joined(wanted: Sequence[Indices]) -> Indices:
-    """The blocks of a segment that any of its spans wants, ascending."""
-    return wanted[0] if len(wanted) == 1 else np.unique(np.concatenate(wanted))

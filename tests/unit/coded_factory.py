@@ -91,7 +91,6 @@ class CodedCase:
         codes: bool = True,
     ) -> None:
         self.shape = shape
-        self.reader = reader
         self._codes = codes
         self.pool = BufferPool(64 << 20)
         self.paths, self.spans = [], []
@@ -105,7 +104,7 @@ class CodedCase:
             if self.cache is None:
                 self.cache = cache_of(info.layout(), device_pages * BLOCK, host_pages * BLOCK)
             place = part.start, part.stop
-            self.spans.append(open_span(self.paths[-1], self.cache, *place, codes=codes))
+            self.spans.append(open_span(self.paths[-1], self.cache, reader, *place, codes=codes))
             self.exact.append(own)
             for layer in range(shape.num_layers):
                 coded = (
@@ -130,7 +129,7 @@ class CodedCase:
     def open(self, spans: Sequence[OpenSpan]) -> WholeSource:
         """Another source over spans of the case."""
         assert self.cache is not None
-        return WholeSource(spans, self.reader, self.pool, self.cache, codes=self._codes)
+        return WholeSource(spans, self.pool, self.cache, codes=self._codes)
 
     def load(self, layer: int, *, kernels: bool = False) -> None:
         """The request under way loads a layer into its slots."""

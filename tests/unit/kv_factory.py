@@ -16,6 +16,7 @@ from impress_sglang.codes.groups.energy import QueryMeter
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import Column, KVShape, SegmentLayout
 from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import MappingLists, OpenSegment, SegmentInfo, Tokens
 from impress_sglang.storage.writer import LayerReader, write_segment
 from impress_sglang.store.prefix_hashes import prefix_digest
@@ -158,6 +159,7 @@ def cache_of(
 def open_span(
     path: Path,
     cache: ChunkCache,
+    reader: BlockReader,
     start: int = 0,
     stop: int | None = None,
     *,
@@ -166,6 +168,7 @@ def open_span(
 ) -> OpenSpan:
     """The tokens [start, stop) of a segment file, to the end without `stop`."""
     segment = OpenSegment(path, FileSystem(), direct=direct)
+    segment.reader = reader
     stop = segment.info.num_tokens if stop is None else stop
     base = cache.placement.attach(chunk_pages(segment.layout, codes=codes))
     return segment, range(start, stop), base

@@ -124,7 +124,7 @@ class Case:
 
     def make_source(self, *, whole: bool = False) -> PartSource:
         assert self.cache is not None
-        parts = self.spans, self.histories, self.reader, self.pool, self.cache
+        parts = self.spans, self.histories, self.pool, self.cache
         return PartSource(*parts, whole=whole)
 
     def finish(self) -> None:
@@ -241,7 +241,7 @@ class Case:
             self.cache.placement.detach(base, segment.layout.first_chunks[False][-1])
         check_placement(self.cache.placement)
         again = [
-            kv.open_span(path, self.cache, part.start, part.stop)
+            kv.open_span(path, self.cache, self.reader, part.start, part.stop)
             for path, part in zip(reversed(self.paths), reversed(self.parts), strict=True)
         ]
         self.spans = again[::-1]
@@ -279,7 +279,7 @@ def open_case(
             kv.write_kvs(directory, info, own_keys, own_values, direct=direct, mapping=mappings[-1])
         )
         place = part.start, part.stop
-        spans.append(kv.open_span(paths[-1], cache, *place, direct=direct))
+        spans.append(kv.open_span(paths[-1], cache, reader, *place, direct=direct))
         keys.append(own_keys[:, part.start : part.stop])
         values.append(own_values[:, part.start : part.stop])
     case = Case(shape, parts, torch.cat(keys, 1), torch.cat(values, 1))

@@ -46,7 +46,8 @@ class Stored(StoredFile):
         super().__init__(directory)
         self.pool = BufferPool(32 * MIB)
 
-    def buffer(self) -> LayerBuffer:
+    def buffer(self, reader: BlockReader) -> LayerBuffer:
+        self.segment.reader = reader
         size, owner = self.blocks * BLOCK, Tenant(object(), lambda: None)
         buffer = LayerBuffer(self.segment, self.offset, size, self.pool, owner)
         buffer.memory.view[:] = b"\xee" * len(buffer.memory)
@@ -70,27 +71,27 @@ def test_what_could_not_be_read_ahead_is_read_when_it_is_wanted(stored: Stored) 
     """The disk answers again: who was under way when it failed must not say it had not."""
     files = FaultyFileSystem()
     reader = BlockReader(4, files)
-    buffer, wanted = stored.buffer(), these(4, 5, 6, 20)
+    buffer, wanted = stored.buffer(reader), these(4, 5, 6, 20)
     with files.faults.injected(Rule("EIO", "block")):
-        buffer.read_ahead(these(4, 5, 6, 7), reader)
+        buffer.read_ahead(these(4, 5, 6, 7))
         wait_until(lambda: is_quiet(buffer))
 
-    buffer.read(wanted, 0, reader)
+    buffer.read(wanted)
     buffer.wait(wanted)
 
     stored.check_in(buffer, 4, 5, 6, 20)
-    buffer.close(reader)
+    buffer.close()
     reader.close()
 
 
 def test_memory_is_not_given_again_while_it_is_filled(stored: Stored, step: Step) -> None:
     reader, engine = step
-    buffer = stored.buffer()
+    buffer = stored.buffer(reader)
     memory, size = buffer.memory, len(buffer.memory)
-    buffer.read(these(1, 2), 0, reader)
+    buffer.read(these(1, 2))
     engine.wait_started(2)
 
-    buffer.close(reader)
+    buffer.close()
     assert stored.pool.used_bytes == 0
     others = [take(stored.pool, size) for _ in range(3)]
     assert all(other is not memory for other in others)
@@ -140,11 +141,11 @@ def test_what_others_hold_is_taken_away_the_latest_first() -> None:
 
 
 def closed_while_it_is_filled(stored: Stored, step: Step) -> LayerBuffer:
-    buffer = stored.buffer()
+    buffer = stored.buffer(step[0])
     stored.pool.limit_bytes = len(buffer.memory)
-    buffer.read(these(1, 2), 0, step[0])
+    buffer.read(these(1, 2))
     step[1].wait_started(2)
-    buffer.close(step[0])
+    buffer.close()
     return buffer
 
 
@@ -165,7 +166,7 @@ def test_memory_that_a_stopped_device_fills_is_not_waited_for(stored: Stored) ->
         buffer = closed_while_it_is_filled(stored, step)
 
         with pytest.raises(StoreUnavailable, match="wait for the device"):
-            stored.buffer()
+            stored.buffer(step[0])
 
         step[1].allow()
         wait_until(lambda: is_quiet(buffer))

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from impress_sglang.codes.coding import Rows
-from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer import buffers
 from impress_sglang.transfer.ahead import ReadAhead
 from impress_sglang.transfer.codecs import plain_codec
@@ -123,8 +122,8 @@ def test_random_requests(seed: int, coded: Coded, monkeypatch: pytest.MonkeyPatc
     closed = []
     close = buffers.LayerBuffer.close
 
-    def note(buffer: buffers.LayerBuffer, reader: BlockReader) -> None:
-        close(buffer, reader)
+    def note(buffer: buffers.LayerBuffer) -> None:
+        close(buffer)
         closed.append(buffer)
 
     monkeypatch.setattr(buffers.LayerBuffer, "close", note)
