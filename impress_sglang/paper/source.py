@@ -16,7 +16,7 @@ from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, Column, SegmentLay
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.placement import Access, Tier
 from impress_sglang.transfer.buffers import BufferPool
-from impress_sglang.transfer.sources import OpenSpan, PartOfRead, StoredSource
+from impress_sglang.transfer.sources import OpenSpan, StoredSource
 from impress_sglang.transfer.wanted import Wanted
 
 
@@ -189,13 +189,15 @@ class PartSource(StoredSource):
                 begin += count
         return found
 
-    def _count(self, parts: Sequence[PartOfRead], access: Access) -> tuple[int, int, int]:
-        found = super()._count(parts, access)
+    def _count(
+        self, wanted: Mapping[int, Wanted], missing: Sequence[int], access: Access
+    ) -> tuple[int, int, int]:
+        found = super()._count(wanted, missing, access)
         if self._chosen:
             self.stats.important_bytes += sum(found)
             self.stats.important_device_bytes += found[Tier.DEVICE]
         if not self._probing:
             self.stats.selected_chunks += len(access.tiers)
-            for part in parts:
-                self._histories[part.number].ssd_bytes += len(part.from_ssd) * BLOCK_BYTES
+            for number, count in zip(wanted, missing, strict=True):
+                self._histories[number].ssd_bytes += count * BLOCK_BYTES
         return found

@@ -174,11 +174,8 @@ class OpenSegments:
         """Whether a layer of these spans fits into the buffer pool; the first that does not is
         logged."""
         pool = self._memory.pool
-        # Spans of a segment share one buffer.
-        needed = sum(
-            pool.size_of(segment.info.geometry.most_bytes(codes=in_codes))
-            for segment in {span.segment for span in spans}
-        )
+        segments = {span.segment for span in spans}
+        needed = pool.size_of(sum(own.info.geometry.most_bytes(codes=in_codes) for own in segments))
         if needed > pool.limit_bytes and not self._said_too_small:
             self._said_too_small = True
             logger.warning(

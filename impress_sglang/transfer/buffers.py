@@ -1,13 +1,13 @@
-"""Layer buffers: memory that holds an image of a layer of a segment, filled block by block.
+"""Layer buffers: memory that holds images of a layer of some segments, filled block by block.
 
-A block is placed in its area as in its layer on disk, so that blocks read ahead, blocks read now
+A block is placed in its image as in its layer on disk, so that blocks read ahead, blocks read now
 and the rows taken out need no copies. Areas are pooled: fresh memory costs as much as reading.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -31,8 +31,6 @@ class PooledMemory(AlignedMemory):
         """`pin` locks it, so that an accelerator can read it by itself."""
         super().__init__(num_bytes)
         self.num_bytes = num_bytes
-        self.unused_bytes = 0
-        """How many of them the present owner did not ask for."""
         self.fence: Fence | None = None
         """A device may read the memory until this fence is done."""
         if pin:
@@ -41,23 +39,13 @@ class PooledMemory(AlignedMemory):
         """uint8 [blocks, BLOCK_BYTES]."""
 
 
-class Tenant(NamedTuple):
-    """Who uses memory of a pool; memory is never taken from an owner for the same owner."""
-
-    owner: Hashable
-    evict: Callable[[], None]
-    """Gives the memory back at once."""
-    needs: int = 0
-    """Bytes that the owner takes of the pool in all, which must fit."""
-
-
 class BufferPool:
     """At most `limit_bytes` for areas: open ones, closed ones that are still being filled or read
     by a device, and free ones that are kept for later.
 
     Reading ahead first asks whether there is room. What a layer cannot do without it gets in any
-    case: areas of other owners are taken away, the latest first, which read them again if they
-    need them. One thread uses a pool.
+    case: other areas are taken away, the latest first, and read again if they are needed. One
+    thread uses a pool.
     """
 
     def __init__(self, limit_bytes: int, *, pin: bool = False) -> None:
@@ -65,7 +53,7 @@ class BufferPool:
         self.limit_bytes = limit_bytes
         self._pin = pin
         self.used_bytes = 0
-        self._open: dict[PooledMemory, Tenant] = {}
+        self._open: dict[PooledMemory, Callable[[], None]] = {}
         self._free: list[PooledMemory] = []
         self._draining: list[tuple[PooledMemory, list[PendingRead]]] = []
 
@@ -83,24 +71,25 @@ class BufferPool:
         self._collect()
         return self.used_bytes + self._draining_bytes + num_bytes <= self.limit_bytes
 
-    def take(self, num_bytes: int, tenant: Tenant) -> PooledMemory | None:
-        """Take memory of at least `num_bytes`; None if not enough can be taken from others."""
+    def take(self, num_bytes: int, evict: Callable[[], None]) -> PooledMemory | None:
+        """Take memory of at least `num_bytes`; `evict` gives it back at once, for somebody else.
+
+        None if others cannot give enough.
+        """
         size = self.size_of(num_bytes)
-        for other in reversed(list(self._open.values())):
+        for evict_other in reversed(list(self._open.values())):
             if self.used_bytes + size <= self.limit_bytes:
                 break
-            if other.owner != tenant.owner:
-                other.evict()
+            evict_other()
         if self.used_bytes + size > self.limit_bytes or not self._drain(size):
             return None
-        memory = self._free_memory(size, tenant)
+        memory = self._free_memory(size)
         if memory is None:
             while self._free and self.held_bytes + size > self.limit_bytes:
                 self._free.pop(0)
             memory = PooledMemory(size, pin=self._pin)
-        memory.unused_bytes = memory.num_bytes - size
         self.used_bytes += memory.num_bytes
-        self._open[memory] = tenant
+        self._open[memory] = evict
         return memory
 
     def give(self, memory: PooledMemory, reads: list[PendingRead]) -> None:
@@ -134,14 +123,9 @@ class BufferPool:
             self._collect()
         return True
 
-    def _free_memory(self, size: int, tenant: Tenant) -> PooledMemory | None:
-        room = self.limit_bytes - self.used_bytes - self._draining_bytes
-        mine = [own for own, by in self._open.items() if by.owner == tenant.owner]
-        # What else the owner needs must still fit beside areas that are larger than it asked for,
-        # and beside those of others.
-        asked = sum(own.num_bytes - own.unused_bytes for own in mine)
-        spare = max(room - (tenant.needs - asked), 0)
-        most = min(2 * size, size + spare, room)
+    def _free_memory(self, size: int) -> PooledMemory | None:
+        """The smallest free area that is large enough, and not far too large."""
+        most = min(2 * size, self.limit_bytes - self.used_bytes - self._draining_bytes)
         fitting = [own for own in self._free if size <= own.num_bytes <= most]
         memory = min(fitting, key=lambda own: own.num_bytes, default=None)
         if memory is not None:
@@ -160,48 +144,46 @@ class BufferPool:
 
 
 class LayerBuffer:
-    """Holds the blocks of a part of a segment's layer that were read for a request.
+    """Holds the blocks of a layer of some segments that were read for a source.
 
-    Wanted blocks are int64 [n], ascending, counted from the first block of the part.
+    Of each segment it has a part, one after another. Wanted blocks are int64 [n], ascending,
+    counted through all parts.
     """
 
     def __init__(
         self,
-        segment: OpenSegment,
-        offset: int,
-        num_bytes: int,
+        parts: Sequence[tuple[OpenSegment, int, int]],
         pool: BufferPool,
-        tenant: Tenant,
+        evict: Callable[[], None],
     ) -> None:
-        """Take memory for the part [offset, offset + num_bytes) of the file.
+        """`parts`: of the file of each segment, [offset, offset + num_bytes).
 
-        It raises `StoreUnavailable` if there is none, because reads into it do not end.
+        `evict` closes it, because others need its memory, which it takes when it first reads.
         """
-        memory = pool.take(num_bytes, tenant)
-        if memory is None:
-            raise StoreUnavailable(segment.segment_id, "all buffers wait for the device")
-        self.memory = memory
+        sizes = (num_bytes // BLOCK_BYTES for _, _, num_bytes in parts)
+        self.firsts = list(itertools.accumulate(sizes, initial=0))
+        """The first block of each part, and how many there are."""
+        self.memory: PooledMemory | None = None
         self.ahead_bytes = 0
         self.ahead_used_bytes = 0
         self.reads: list[PendingRead] = []
-        """All reads into the area, in the order in which they were submitted."""
-        self._segment = segment
-        self._offset = offset
-        self._pool = pool
+        """All reads into the memory, in the order in which they were submitted."""
+        self._parts, self._pool, self._evict = parts, pool, evict
         # For each block, the number of the read that brings it.
-        self._owner = np.full(num_bytes // BLOCK_BYTES, _NO_READ, np.int16)
+        self._owner = np.full(self.firsts[-1], _NO_READ, np.int16)
         self._wanted = np.zeros(len(self._owner), np.bool_)
 
     def read_ahead(self, wanted: Indices) -> None:
-        """Begin to read blocks that will probably be wanted."""
-        self._submit(wanted, 0, ahead=True)
+        """Begin to read blocks that will probably be wanted; raises as `read`."""
+        self._submit(wanted, ahead=True)
 
     def read(self, wanted: Indices, *, last: bool = True) -> int:
         """Begin to read the wanted blocks that are missing; returns how many bytes that is.
 
         `last`: this is the layer's last request, so all that it uses is known, and all reading
         ahead that has not begun is cancelled. Before that, only those reads ahead are cancelled
-        that would bring wanted blocks, because these are waited for now.
+        that would bring wanted blocks, because these are waited for now. It raises
+        `StoreUnavailable` if there is no memory, because reads into it do not end.
         """
         if any(read.ahead and not read.done for read in self.reads):
             numbers: Iterable[int] = range(len(self.reads))
@@ -213,8 +195,7 @@ class LayerBuffer:
         self._wanted[new] = True
         for read, count in zip(self.reads, self._brought(new)[1:].tolist(), strict=True):
             self.ahead_used_bytes += count * BLOCK_BYTES if read.ahead else 0
-        gap_bytes: int = self._segment.reader.cost.gap_bytes
-        return self._submit(wanted, gap_bytes // BLOCK_BYTES, ahead=False)
+        return self._submit(wanted, ahead=False)
 
     def wait(self, wanted: Indices) -> None:
         """Wait until the wanted blocks, all of which must be submitted, are there; verify them.
@@ -232,13 +213,25 @@ class LayerBuffer:
                     errors.append(error)
         if errors:
             raise errors[0]
-        self._segment.check_blocks(self.memory, self._offset, wanted)
+        for segment, offset, blocks in self._of_parts(wanted):
+            assert self.memory is not None
+            segment.check_blocks(self.memory, offset, blocks)
 
     def close(self) -> None:
         """Give the memory back, and cancel reads that have not begun."""
         self._stop_reading_ahead(range(len(self.reads)))
         self.ahead_bytes = sum(read.num_bytes for read in self.reads if read.ahead)
-        self._pool.give(self.memory, self.reads)
+        if self.memory is not None:
+            self._pool.give(self.memory, self.reads)
+
+    def _of_parts(self, blocks: Indices) -> Iterator[tuple[OpenSegment, int, Indices]]:
+        """Of each part that has some of these blocks its segment, where in its file the memory
+        would begin, and these."""
+        edges = itertools.pairwise(np.searchsorted(blocks, self.firsts).tolist())
+        parts = zip(self._parts, self.firsts[:-1], edges, strict=True)
+        for (segment, offset, _), first, (start, stop) in parts:
+            if start < stop:
+                yield segment, offset - first * BLOCK_BYTES, blocks[start:stop]
 
     def _brought(self, blocks: Indices) -> Indices:
         """How many of these blocks each read brings, int64 [1 + reads]; the first: no read."""
@@ -249,7 +242,7 @@ class LayerBuffer:
         for number in numbers:
             read = self.reads[number]
             if read.ahead and not read.done:
-                starts, stops = self._segment.reader.cancel(read)
+                starts, stops = read.segment.reader.cancel(read)
                 for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
                     own = self._owner[start // BLOCK_BYTES : stop // BLOCK_BYTES]
                     own[own == number] = _NO_READ
@@ -260,18 +253,22 @@ class LayerBuffer:
             if read.ahead and read.done and read.error is not None:
                 self._owner[self._owner == number] = _NO_READ
 
-    def _submit(self, wanted: Indices, gap_blocks: int, *, ahead: bool) -> int:
-        """Submit a read of the missing blocks, if any; returns how many bytes that is."""
-        missing = wanted[self._owner[wanted] == _NO_READ]
-        if not len(missing):
-            return 0
-        self._owner[missing] = len(self.reads)
-        # A gap that costs less to read than to skip is read through. It may hold what another read
-        # brings, too: the same bytes.
-        last = np.flatnonzero(np.diff(missing) > 1 + gap_blocks)
-        starts = missing[np.append(0, last + 1)] * BLOCK_BYTES
-        stops = (missing[np.append(last, -1)] + 1) * BLOCK_BYTES
-        where = self._segment, self.memory, self._offset
-        read: PendingRead = self._segment.reader.submit(*where, starts, stops, ahead=ahead)
-        self.reads.append(read)
-        return read.num_bytes
+    def _submit(self, wanted: Indices, *, ahead: bool) -> int:
+        """Submit reads of the missing blocks, if any; returns how many bytes that is."""
+        num_bytes = 0
+        for segment, offset, missing in self._of_parts(wanted[self._owner[wanted] == _NO_READ]):
+            if self.memory is None:
+                self.memory = self._pool.take(self.firsts[-1] * BLOCK_BYTES, self._evict)
+            if self.memory is None:
+                raise StoreUnavailable(segment.segment_id, "all buffers wait for the device")
+            self._owner[missing] = len(self.reads)
+            # A gap that costs less to read than to skip is read through. It may hold what another
+            # read brings, too: the same bytes.
+            gap_blocks = 0 if ahead else segment.reader.cost.gap_bytes // BLOCK_BYTES
+            last = np.flatnonzero(np.diff(missing) > 1 + gap_blocks)
+            starts = missing[np.append(0, last + 1)] * BLOCK_BYTES
+            stops = (missing[np.append(last, -1)] + 1) * BLOCK_BYTES
+            where = segment, self.memory, offset
+            self.reads.append(segment.reader.submit(*where, starts, stops, ahead=ahead))
+            num_bytes += self.reads[-1].num_bytes
+        return num_bytes

@@ -18,17 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impress_sglang.loops.types import Flags, Indices, Uint8s
+from impress_sglang.loops.types import Indices, Uint8s
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.reader import PendingRead
 from impress_sglang.storage.segment import OpenSegment
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.placement import Access, Tier
-from impress_sglang.transfer.buffers import BufferPool, LayerBuffer, PooledMemory, Tenant
+from impress_sglang.transfer.buffers import BufferPool, LayerBuffer, PooledMemory
 from impress_sglang.transfer.wanted import Wanted, wanted_tokens
 
 _SSD, _HOST, _DEVICE = int(Tier.SSD), int(Tier.HOST), int(Tier.DEVICE)
-_NOTHING: Indices = np.empty(0, np.int64)
 
 OpenSpan: TypeAlias = tuple[OpenSegment, range, int]
 """An open segment, which of its tokens are wanted, and the id of its first chunk in the cache."""
@@ -119,13 +118,13 @@ class StoredSource(abc.ABC):
         self.lengths = [len(tokens) for _, tokens, _ in spans]
         self.num_tokens = sum(self.lengths)
         self.num_layers = segments[0].layout.shape.num_layers
-        # Spans of one segment are read into one layer buffer, that of the first of them.
-        self._buffer_of = [segments.index(segment) for segment in segments]
-        self.layer_bytes = sum(
-            pool.size_of(segments[number].layout.most_bytes(codes=codes))
-            for number in set(self._buffer_of)
+        # A buffer has each segment once.
+        self._segments = list(dict.fromkeys(segments))
+        self._places = [self._segments.index(segment) for segment in segments]
+        self.layer_bytes = pool.size_of(
+            sum(own.layout.most_bytes(codes=codes) for own in self._segments)
         )
-        """How much of the pool the buffers of a layer take."""
+        """How much of the pool the buffer of a layer takes."""
         self.stats = ReadStats()
         self.layer = -1
         """The layer that was asked for last; -1 before the first."""
@@ -133,7 +132,7 @@ class StoredSource(abc.ABC):
         """The next layer to be read ahead."""
         self.shape = segments[0].layout.shape
         self._pool, self._cache, self.codes = pool, cache, codes
-        self._buffers: dict[int, dict[int, LayerBuffer]] = {}
+        self._buffers: dict[int, LayerBuffer] = {}
         self._ending: list[PendingRead] = []
 
     @abc.abstractmethod
@@ -146,14 +145,15 @@ class StoredSource(abc.ABC):
         self.next_ahead += 1
         # What enters a cache is wanted whole, and would cost each layer a read of its own.
         whole = self._cache.placement.enabled
+        buffer = self._buffer(layer)
         for of_spans in self._certain(layer):
-            missing = {}
+            missing = []
             for number, own in enumerate(of_spans):
                 count = len(own.layer.first)
                 tiers = self._cache.placement.tiers(self._first_id(layer, number), count)
-                missing[number] = own.missing(tiers[own.chunks] == _SSD, whole)
-            for buffer, blocks in self._of_buffers(layer, missing):
-                buffer.read_ahead(blocks)
+                blocks = own.missing(tiers[own.chunks] == _SSD, whole)
+                missing.append(blocks + buffer.firsts[self._places[number]])
+            buffer.read_ahead(_joined(missing))
 
     @property
     def is_reading(self) -> bool:
@@ -165,8 +165,8 @@ class StoredSource(abc.ABC):
         return all(read.ended_in_time() for read in self._reads())
 
     def _reads(self) -> list[PendingRead]:
-        buffers = (buffer for own in self._buffers.values() for buffer in own.values())
-        return [*self._ending, *itertools.chain.from_iterable(own.reads for own in buffers)]
+        reads = (own.reads for own in self._buffers.values())
+        return [*self._ending, *itertools.chain.from_iterable(reads)]
 
     def end_layer(self, layer: int) -> None:
         """Drop the layers up to this one, of which nothing is wanted any more."""
@@ -186,23 +186,36 @@ class StoredSource(abc.ABC):
         missing, short or corrupt, or cannot be read now.
         """
         self._begin(layer)
+        spans, buffer = list(wanted.values()), self._buffer(layer)
+        # Where the segment of each span begins in the buffer.
+        firsts = [buffer.firsts[self._places[number]] for number in wanted]
         ids = [own.chunks + self._first_id(layer, number) for number, own in wanted.items()]
-        shares = np.concatenate([own.shares for own in wanted.values()])
-        access = self._cache.placement.access(np.concatenate(ids), shares)
+        chunks, shares = np.concatenate(ids), np.concatenate([own.shares for own in spans])
+        access = self._cache.placement.access(chunks, shares)
         try:
-            parts, start, page = [], 0, 0
-            for (number, own), found in zip(wanted.items(), ids, strict=True):
-                place = slice(start, start := start + len(found))
+            edges = np.cumsum([len(own.chunks) for own in spans[:-1]], dtype=np.int64)
+            tiers, kept = np.split(access.tiers, edges), np.split(access.kept, edges)
+            missing = [
+                own.missing(at == _SSD, whole) + first
+                for own, at, whole, first in zip(spans, tiers, kept, firsts, strict=True)
+            ]
+            self._fetch(buffer, _joined(missing), last=last)
+            blocks, page = [], 0
+            for own, at, first in zip(spans, tiers, firsts, strict=True):
                 pages = access.pages[page : (page := page + len(own.all_blocks))]
-                parts.append(PartOfRead(number, own, found, place, access, pages))
-            self._fetch(layer, parts, last=last)
-            blocks = [part.take(self._cache) for part in parts]
-            self._settle(parts, access)
+                frames, of_blocks = own.all_blocks + first, np.repeat(at, own.count)
+                if at.any():
+                    frames = np.where(of_blocks, pages, frames)
+                taken = slice(None) if own.taken is None else own.taken
+                own_frames = of_blocks[taken], frames[taken]
+                blocks.append(take_blocks(self._cache, *own_frames, buffer.memory))
+            begins = [own.first + first for own, first in zip(spans, firsts, strict=True)]
+            self._settle(access, chunks, np.concatenate(begins), buffer.memory)
         except BaseException:
             # The placement assumes bytes that were not copied.
             self._cache.abandon(access)
             raise
-        self._count(parts, access)
+        self._count(wanted, [len(own) for own in missing], access)
         return blocks
 
     def _first_id(self, layer: int, number: int) -> int:
@@ -210,53 +223,36 @@ class StoredSource(abc.ABC):
         segment, _, first = self.spans[number]
         return first + segment.layout.first_chunks[self.codes][layer]
 
-    def _fetch(self, layer: int, parts: Sequence[PartOfRead], *, last: bool) -> None:
-        """Bring all blocks that must come from SSD into their buffers."""
-        missing = {part.number: part.from_ssd for part in parts if len(part.from_ssd)}
-        for part in parts:
-            if part.number in missing:
-                part.buffer = self._buffer(layer, part.number)
-        reading = self._of_buffers(layer, missing)
-        for buffer, blocks in reading:
-            self.stats.ssd_bytes += buffer.read(blocks, last=last)
-        began = time.perf_counter()
-        for buffer, blocks in reading:
-            buffer.wait(blocks)
-        self.stats.wait_ms += (time.perf_counter() - began) * 1e3
+    def _fetch(self, buffer: LayerBuffer, wanted: Indices, *, last: bool) -> None:
+        """Bring all blocks that must come from SSD into their buffer."""
+        if len(wanted):
+            self.stats.ssd_bytes += buffer.read(wanted, last=last)
+            began = time.perf_counter()
+            buffer.wait(wanted)
+            self.stats.wait_ms += (time.perf_counter() - began) * 1e3
 
-    def _of_buffers(
-        self, layer: int, blocks: Mapping[int, Indices]
-    ) -> list[tuple[LayerBuffer, Indices]]:
-        """The buffers of spans of which blocks are wanted, and what any of their spans wants."""
-        found: dict[LayerBuffer, list[Indices]] = {}
-        for number, own in blocks.items():
-            if len(own):
-                found.setdefault(self._buffer(layer, number), []).append(own)
-        return [
-            (buffer, own[0] if len(own) == 1 else np.unique(np.concatenate(own)))
-            for buffer, own in found.items()
-        ]
+    def _settle(
+        self, access: Access, ids: Indices, begins: Indices, memory: PooledMemory | None
+    ) -> None:
+        """Move chunks between tiers; those that were read to be cached come from the buffer."""
+        read = np.flatnonzero(access.kept)
+        address = 0 if memory is None else memory.address
+        fence = self._cache.settle(access, ids[read], address + begins[read] * BLOCK_BYTES)
+        if fence is not None and memory is not None and len(read):
+            memory.fence = fence
 
-    def _settle(self, parts: Sequence[PartOfRead], access: Access) -> None:
-        """Move chunks between tiers; those that were read to be cached come from the buffers."""
-        ids, addresses, memories = [_NOTHING], [_NOTHING], list[PooledMemory]()
-        for part in parts:
-            if part.buffer is not None and part.kept.any():
-                memories.append(memory := part.buffer.memory)
-                ids.append(part.ids[part.kept])
-                addresses.append(memory.address + part.wanted.first[part.kept] * BLOCK_BYTES)
-        fence = self._cache.settle(access, np.concatenate(ids), np.concatenate(addresses))
-        if fence is not None:
-            for memory in memories:
-                memory.fence = fence
+    def _count(
+        self, wanted: Mapping[int, Wanted], missing: Sequence[int], access: Access
+    ) -> tuple[int, int, int]:
+        """Count a read, for which so many blocks of each span were not in a cache.
 
-    def _count(self, parts: Sequence[PartOfRead], access: Access) -> tuple[int, int, int]:
-        """Count a read; returns the wanted bytes that were found on SSD, host, and device."""
+        Returns the wanted bytes that were found on SSD, host, and device.
+        """
         stats, chunks = self.stats, np.bincount(access.tiers, minlength=3).tolist()
         stats.ssd_chunks += chunks[_SSD]
         stats.host_chunks += chunks[_HOST]
         stats.device_chunks += chunks[_DEVICE]
-        sizes = np.concatenate([part.wanted.bytes for part in parts])
+        sizes = np.concatenate([own.bytes for own in wanted.values()])
         on_ssd, on_host, on_device = map(int, np.bincount(access.tiers, sizes, 3).tolist())
         stats.ssd_needed_bytes += on_ssd
         stats.h2d_bytes += on_ssd + on_host
@@ -273,25 +269,20 @@ class StoredSource(abc.ABC):
         self.next_ahead = max(self.next_ahead, layer + 1)
         self._give_back(layer)
 
-    def _buffer(self, layer: int, number: int) -> LayerBuffer:
-        """The buffer of a layer of the span with this number; a layer's are open together."""
-        number, buffers = self._buffer_of[number], self._buffers.setdefault(layer, {})
-        if number not in buffers:
-            segment = self.spans[number][0]
-
-            def evict() -> None:
-                self._close_buffer(self._buffers[layer].pop(number))
-
-            tenant = Tenant((self, layer), evict, self.layer_bytes)
-            part = segment.layout.place(layer, codes=self.codes)
-            buffers[number] = LayerBuffer(segment, *part, self._pool, tenant)
-        return buffers[number]
+    def _buffer(self, layer: int) -> LayerBuffer:
+        """The buffer of a layer."""
+        if layer not in self._buffers:
+            places = (own.layout.place(layer, codes=self.codes) for own in self._segments)
+            parts = [(own, *at) for own, at in zip(self._segments, places, strict=True)]
+            self._buffers[layer] = LayerBuffer(
+                parts, self._pool, lambda: self._close_buffer(self._buffers.pop(layer))
+            )
+        return self._buffers[layer]
 
     def _give_back(self, below: int | None = None) -> None:
         """Give back the buffers of layers below `below`, or all."""
         for layer in [own for own in self._buffers if below is None or own < below]:
-            for buffer in self._buffers.pop(layer).values():
-                self._close_buffer(buffer)
+            self._close_buffer(self._buffers.pop(layer))
 
     def _close_buffer(self, buffer: LayerBuffer) -> None:
         buffer.close()
@@ -349,42 +340,6 @@ class WholeSource(StoredSource):
         return found
 
 
-class PartOfRead:
-    """What a read wants of a span, and where that is.
-
-    `ids` int64 are the chunks, of which some will be cached (`kept`). For their blocks, one after
-    another, `tiers` and `frames` say where each is; see `take_blocks`. Blocks `from_ssd`,
-    ascending, must come from there, into `buffer`.
-    """
-
-    __slots__ = ("buffer", "frames", "from_ssd", "ids", "kept", "number", "tiers", "wanted")
-
-    def __init__(
-        self,
-        number: int,
-        wanted: Wanted,
-        ids: Indices,
-        place: slice,
-        access: Access,
-        pages: Indices,
-    ) -> None:
-        """`number`: of the span; `place`: of the chunks in the access, which has these `pages`."""
-        self.number, self.wanted, self.ids = number, wanted, ids
-        self.buffer: LayerBuffer | None = None
-        self.kept: Flags = access.kept[place]
-        tiers: Uint8s = access.tiers[place]
-        self.from_ssd = wanted.missing(tiers == _SSD, self.kept)
-        self.tiers, self.frames = np.repeat(tiers, wanted.count), wanted.all_blocks
-        if tiers.any():
-            self.frames = np.where(self.tiers, pages, self.frames)
-
-    def take(self, cache: ChunkCache) -> Tensor:
-        """Its blocks; see `take_blocks`."""
-        memory = None if self.buffer is None else self.buffer.memory
-        taken = slice(None) if self.wanted.taken is None else self.wanted.taken
-        return take_blocks(cache, self.tiers[taken], self.frames[taken], memory)
-
-
 def take_blocks(
     cache: ChunkCache, tiers: Uint8s, frames: Indices, memory: PooledMemory | None
 ) -> Tensor:
@@ -412,3 +367,10 @@ def take_blocks(
     if memory is not None:
         memory.fence = fence
     return blocks
+
+
+def _joined(blocks: Sequence[Indices]) -> Indices:
+    """Blocks that any span wants, ascending."""
+    joined = np.concatenate(blocks)
+    # Only spans of one segment may want the same ones, or not come in order.
+    return joined if (joined[1:] > joined[:-1]).all() else np.unique(joined)

@@ -18,7 +18,7 @@ from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import MappingLists
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import ImportanceScore, LeastFrequentlyUsed, LeastRecentlyUsed
-from impress_sglang.transfer.buffers import BufferPool, Tenant
+from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.sources import OpenSpan, ReadStats
 from tests.unit import kv_factory as kv
 from tests.unit.reading import read_rows
@@ -338,19 +338,10 @@ def same_tokens(case: Case, tokens: Sequence[int]) -> Tensor:
 
 def poison(case: Case) -> None:
     """Fill the memory that reads land in with NaN of every floating-point type."""
-    # What a layer of each span takes.
-    layouts = [segment.layout for segment, _, _ in case.spans]
-    taken = [
-        case.pool.take(
-            own.most_layer_bytes + max(pages.page_bytes for pages in own.columns),
-            Tenant("poison", lambda: None),
-        )
-        for own in layouts
-    ]
-    for memory in taken:
-        assert memory is not None
-        memory.view[:] = b"\xff" * len(memory)
-        case.pool.give(memory, [])
+    memory = case.pool.take(case.source.layer_bytes, lambda: None)
+    assert memory is not None
+    memory.view[:] = b"\xff" * len(memory)
+    case.pool.give(memory, [])
 
 
 def check_everything(case: Case) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from impress_sglang.errors import StoreUnavailable
 from impress_sglang.loops.types import Indices
 from impress_sglang.storage.reader import BlockReader
-from impress_sglang.transfer.buffers import BufferPool, LayerBuffer, PooledMemory, Tenant
+from impress_sglang.transfer.buffers import BufferPool, LayerBuffer, PooledMemory
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit.source_factory import BLOCK
 from tests.unit.step_engine import Step, stepping
@@ -24,15 +24,20 @@ from tests.unit.waiting import wait_until
 MIB = 1 << 20
 
 
-def take(pool: BufferPool, num_bytes: int, owner: object = None) -> PooledMemory:
+def take(pool: BufferPool, num_bytes: int) -> PooledMemory:
     """Memory that nobody takes away."""
-    memory = pool.take(num_bytes, Tenant(owner, lambda: None))
+    memory = pool.take(num_bytes, lambda: None)
     assert memory is not None
     return memory
 
 
 def these(*blocks: int) -> Indices:
     return np.array(sorted(blocks), np.int64)
+
+
+def memory_of(buffer: LayerBuffer) -> PooledMemory:
+    assert buffer.memory is not None
+    return buffer.memory
 
 
 def is_quiet(buffer: LayerBuffer) -> bool:
@@ -48,16 +53,14 @@ class Stored(StoredFile):
 
     def buffer(self, reader: BlockReader) -> LayerBuffer:
         self.segment.reader = reader
-        size, owner = self.blocks * BLOCK, Tenant(object(), lambda: None)
-        buffer = LayerBuffer(self.segment, self.offset, size, self.pool, owner)
-        buffer.memory.view[:] = b"\xee" * len(buffer.memory)
-        return buffer
+        part = self.segment, self.offset, self.blocks * BLOCK
+        return LayerBuffer([part], self.pool, lambda: None)
 
     def check_in(self, buffer: LayerBuffer, *blocks: int) -> None:
         """These blocks stand where they stand in the layer."""
         for block in blocks:
             place = slice(block * BLOCK, (block + 1) * BLOCK)
-            assert buffer.memory.view[place] == self.content[place], block
+            assert memory_of(buffer).view[place] == self.content[place], block
 
 
 @pytest.fixture
@@ -87,8 +90,8 @@ def test_what_could_not_be_read_ahead_is_read_when_it_is_wanted(stored: Stored) 
 def test_memory_is_not_given_again_while_it_is_filled(stored: Stored, step: Step) -> None:
     reader, engine = step
     buffer = stored.buffer(reader)
-    memory, size = buffer.memory, len(buffer.memory)
     buffer.read(these(1, 2))
+    memory, size = buffer.memory, len(memory_of(buffer))
     engine.wait_started(2)
 
     buffer.close()
@@ -107,13 +110,12 @@ def test_memory_is_not_given_again_while_it_is_filled(stored: Stored, step: Step
 class Renter:
     """Has memory of a pool until that is taken away."""
 
-    def __init__(self, pool: BufferPool, name: str, log: list[str], owner: object = None) -> None:
+    def __init__(self, pool: BufferPool, name: str, log: list[str]) -> None:
         self.pool, self.name, self.log = pool, name, log
-        self.owner = name if owner is None else owner
         self.memory: PooledMemory | None = None
 
     def take(self, num_bytes: int) -> bool:
-        self.memory = self.pool.take(num_bytes, Tenant(self.owner, self.evict))
+        self.memory = self.pool.take(num_bytes, self.evict)
         return self.memory is not None
 
     def evict(self) -> None:
@@ -142,8 +144,8 @@ def test_what_others_hold_is_taken_away_the_latest_first() -> None:
 
 def closed_while_it_is_filled(stored: Stored, step: Step) -> LayerBuffer:
     buffer = stored.buffer(step[0])
-    stored.pool.limit_bytes = len(buffer.memory)
     buffer.read(these(1, 2))
+    stored.pool.limit_bytes = len(memory_of(buffer))
     step[1].wait_started(2)
     buffer.close()
     return buffer
@@ -155,7 +157,7 @@ def test_memory_that_is_still_filled_is_waited_for(stored: Stored, step: Step) -
     waiting = threading.Timer(0.2, step[1].allow)
     waiting.start()
 
-    assert take(stored.pool, len(buffer.memory)) is buffer.memory
+    assert take(stored.pool, len(memory_of(buffer))) is buffer.memory
 
     assert is_quiet(buffer)
     waiting.join()
@@ -166,11 +168,11 @@ def test_memory_that_a_stopped_device_fills_is_not_waited_for(stored: Stored) ->
         buffer = closed_while_it_is_filled(stored, step)
 
         with pytest.raises(StoreUnavailable, match="wait for the device"):
-            stored.buffer(step[0])
+            stored.buffer(step[0]).read(these(1))
 
         step[1].allow()
         wait_until(lambda: is_quiet(buffer))
-        assert take(stored.pool, len(buffer.memory)) is buffer.memory
+        assert take(stored.pool, len(memory_of(buffer))) is buffer.memory
 
 
 STEPS = st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(1, 5 * MIB)), max_size=60)

@@ -18,7 +18,7 @@ from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.paper.source import PartSource
 from impress_sglang.storage import reader as reader_module
 from impress_sglang.transfer.ahead import ReadAhead
-from impress_sglang.transfer.buffers import BufferPool, PooledMemory, Tenant
+from impress_sglang.transfer.buffers import BufferPool, PooledMemory
 from tests.unit.kv_factory import flip_byte
 from tests.unit.reading import wait_for_reads
 from tests.unit.source_factory import (
@@ -56,7 +56,7 @@ class FakeSource:
     def read_ahead(self) -> None:
         assert self.next_ahead < self.num_layers and not self.gone
         self.log.append((self.name, self.next_ahead))
-        memory = self.pool.take(self.layer_bytes, Tenant(self, pytest.fail))
+        memory = self.pool.take(self.layer_bytes, pytest.fail)
         assert memory is not None
         self.memory[self.next_ahead] = memory
         self.next_ahead += 1
