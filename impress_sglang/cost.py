@@ -54,9 +54,8 @@ MAX_GAP_BYTES = 64 << 10
 # against 4 L d operations).
 START_SECONDS_PER_TOKEN = 1e-3
 ATTENDED_PER_HIDDEN = 6
-# Of loading part of a prefix, per token of it and per pair of such a token and a new one.
+# Of loading, per token.
 START_SECONDS_PER_LOADED = 1e-5
-START_SECONDS_PER_SCORED = 1e-8
 
 # Short passes, such as those of questions, only bound what longer ones take. Until it is known, a
 # prefix is computed if that takes at most so many times as long as reading it.
@@ -332,12 +331,6 @@ class Estimator:
         per_pair = START_SECONDS_PER_TOKEN / (ATTENDED_PER_HIDDEN * hidden_size)
         # Passes of the model, without loading: of their new tokens, and pairs of these and others.
         self.computing = Cost(START_SECONDS_PER_TOKEN, per_pair, floored=True)
-        # Of a part, whose tokens are scored, and of a whole prefix, in the pass. What was not seen
-        # costs nothing, nor what was seen once, when it may have been disturbed: what seems too
-        # slow is never tried again.
-        per_token = START_SECONDS_PER_LOADED
-        self._parts = Cost(per_token, START_SECONDS_PER_SCORED, floored=True, once=False)
-        self._wholes = Cost(per_token, per_token, floored=True, once=False)
         # What few tokens behind many that are cached took lately, for each of these.
         self._behind: collections.deque[float] = collections.deque(maxlen=LATELY)
         # For a blend: per token that is loaded, and by what factor computing takes longer there
@@ -350,27 +343,17 @@ class Estimator:
         if before > new:
             self._behind.append(seconds / before)
 
-    def note_load(self, work: RequestLengths, seconds: float, *, whole: bool) -> None:
-        """Learn that identification and copying took `seconds`, reading excluded.
-
-        `whole`: all tokens were loaded.
-        """
-        cost, pairs = self._load_of(work, whole=whole)
-        cost.observe(work.stored, pairs, seconds)
-
     def note_blend(self, work: RequestLengths, computed: float, seconds: float) -> None:
         """Learn that a blend took `seconds`, reading excluded; see `estimate_blend`."""
         self.blending.observe(work.stored, self._blended_seconds(work, computed), seconds)
 
     def estimate(
-        self, work: RequestLengths, retention: float, io_seconds: float, bits: float = EXACT_BITS
+        self, work: RequestLengths, io_seconds: float, bits: float = EXACT_BITS
     ) -> Estimate:
-        """Estimate a request with this retention and bits, which reads for `io_seconds`."""
-        cost, pairs = self._load_of(work, whole=retention >= 1.0)
-        hit = self.pass_seconds(work.resident + retention * work.stored, work.new)
-        hit += cost.seconds(work.stored, pairs)
+        """Estimate a request that loads all that is stored in these bits, reading `io_seconds`."""
+        hit = self.pass_seconds(work.resident + work.stored, work.new)
         computed = self._computing(work.resident, work.stored + work.new)
-        return Estimate(retention, io_seconds, hit, *computed, self._overlapped, bits)
+        return Estimate(1.0, io_seconds, hit, *computed, self._overlapped, bits)
 
     def estimate_blend(
         self, work: RequestLengths, computed: float, io_seconds: float, *, measured: bool = True
@@ -414,10 +397,6 @@ class Estimator:
 
     def _computing(self, before: int, new: int) -> tuple[float | None, bool]:
         return self.computing.bound(new, pairs_of(before, new))
-
-    def _load_of(self, work: RequestLengths, *, whole: bool) -> tuple[Cost, float]:
-        """What loading costs besides reading, and the pairs by which it does."""
-        return (self._wholes, work.stored) if whole else (self._parts, work.stored * work.new)
 
     def _blended_seconds(self, work: RequestLengths, computed: float) -> float:
         """What SGLang would take to compute so many tokens, spread evenly over the stored ones."""

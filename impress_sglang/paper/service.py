@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from impress_sglang.config import AUTO
-from impress_sglang.cost import RequestLengths
+from impress_sglang.cost import START_SECONDS_PER_LOADED, Cost, RequestLengths
 from impress_sglang.paper.scores import retained_tokens
 from impress_sglang.paper.store import PartStore
 from impress_sglang.serving.load_planner import LoadPlan
@@ -13,14 +14,49 @@ from impress_sglang.serving.service import Service
 from impress_sglang.store.policies import LoadOptions
 from impress_sglang.store.stored import StoredMatch
 
+# A first guess, per pair of a stored token and a new one.
+START_SECONDS_PER_SCORED = 1e-8
 # Retentions that auto chooses from, besides its floor.
 RETENTIONS = (1.0, 0.75, 0.5, 0.35)
+
+
+class LoadCosts:
+    """What identifying and copying take of a pass, besides reading.
+
+    What was not seen costs nothing, nor what was seen once, when it may have been disturbed: what
+    seems too slow is never tried again.
+    """
+
+    def __init__(self) -> None:
+        self._parts, self._wholes = (
+            Cost(START_SECONDS_PER_LOADED, per_pair, floored=True, once=False)
+            for per_pair in (START_SECONDS_PER_SCORED, START_SECONDS_PER_LOADED)
+        )
+
+    def note(self, work: RequestLengths, seconds: float, *, whole: bool) -> None:
+        """Learn that loading a part of the stored tokens took `seconds`, or the `whole`."""
+        cost, pairs = self._of(work, whole=whole)
+        cost.observe(work.stored, pairs, seconds)
+
+    def seconds(self, work: RequestLengths, *, whole: bool) -> float:
+        """What it takes."""
+        cost, pairs = self._of(work, whole=whole)
+        return cost.seconds(work.stored, pairs)
+
+    def _of(self, work: RequestLengths, *, whole: bool) -> tuple[Cost, float]:
+        # The tokens of a part are scored by each new one.
+        return (self._wholes, work.stored) if whole else (self._parts, work.stored * work.new)
 
 
 class PartService(Service):
     """A `Service` whose store is a `PartStore`."""
 
     store_class = PartStore
+
+    def __init__(self, *args: Any) -> None:
+        """See `Service`."""
+        super().__init__(*args)
+        self.loading = LoadCosts()
 
     @property
     def parts(self) -> PartStore:
@@ -53,7 +89,10 @@ class PartService(Service):
                 num_bytes: float = segments.bytes_to_read(spans, codes=False)
             else:
                 num_bytes = store.expected_bytes(spans, share)
-            found = self.estimator.estimate(work, share, segments.seconds_to_read(num_bytes))
+            hit = self.estimator.pass_seconds(resident_len + share * count, work.new)
+            hit += self.loading.seconds(work, whole=share >= 1.0)
+            found = self.estimator.estimate(work, segments.seconds_to_read(num_bytes))
+            found = dataclasses.replace(found, retention=share, compute=hit)
             if not found.unhidden():
                 break
         loads = self.config.load == "always" or found.loads_faster()

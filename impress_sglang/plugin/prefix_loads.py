@@ -221,7 +221,7 @@ class PrefixLoads:
         length, stored = known.report["prefix_tokens"], 0 if job is None else len(job)
         work = RequestLengths(length, stored, total - length - stored)
         return Serving(
-            self._service.estimator.estimate(work, 1.0, known.io),
+            self._service.estimator.estimate(work, known.io),
             length + stored >= self._least,
             0.0 if job is None else job.unread(self._service.shape.num_layers),
         )

@@ -176,7 +176,7 @@ class LoadPlanner:
         num_bytes += segments.bytes_to_read(state, codes=False)
         work = RequestLengths(start, count, total - start - count)
         io = segments.seconds_to_read(num_bytes)
-        return self._service.estimator.estimate(work, 1.0, io, own.bits)
+        return self._service.estimator.estimate(work, io, own.bits)
 
     def explain(
         self,

@@ -90,10 +90,10 @@ def test_sglang_asks_for_reports(world: World, monkeypatch: pytest.MonkeyPatch) 
 
 
 class Learning:
-    """Stands in for a service and its estimator: notes what is learnt of requests and loads."""
+    """Stands in for a service and its costs: notes what is learnt of requests and loads."""
 
     def __init__(self) -> None:
-        self.recent, self.estimator = RecentRequests(), self
+        self.recent, self.estimator, self.loading = RecentRequests(), self, self
         self.opened = None
         self.requests: list[Any] = []
         self.loads: list[Any] = []
@@ -103,7 +103,7 @@ class Learning:
     def note_request(self, *told: Any) -> None:
         self.requests.append(told)
 
-    def note_load(self, work: RequestLengths, seconds: float, *, whole: bool) -> None:
+    def note(self, work: RequestLengths, seconds: float, *, whole: bool) -> None:
         self.loads.append((work, round(seconds, 6), whole))
 
 

@@ -250,7 +250,7 @@ class PartCache(ServedCache):
         if loaded and new > 0 and prefill > known.gated and not odd:
             work = RequestLengths(report["resident_tokens"], report["stored_tokens"], new)
             took = known.gated - report["wait_ms"] / 1e3
-            self.service.estimator.note_load(work, took, whole=loaded == work.stored)
+            self.service.loading.note(work, took, whole=loaded == work.stored)
 
     # Room, and the whole cache.
 
