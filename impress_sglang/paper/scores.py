@@ -10,11 +10,9 @@ import math
 import torch
 from torch import Tensor
 
-# The most weights at once, unless a head then had fewer than the first of these numbers of queries:
-# memory does not grow with the product of queries, heads and tokens. Of several heads at once, no
-# more numbers of keys are widened: a few queries would wait for fresh memory.
-MOST_WEIGHTS, MOST_KEYS = 1 << 24, 1 << 22
-QUERY_BLOCKS = 16, 256
+# The most weights at once, unless there were fewer queries than the second of these numbers: memory
+# does not grow with the product of queries and tokens.
+MOST_WEIGHTS, LEAST_QUERIES = 1 << 24, 16
 
 
 def column_sums(
@@ -41,38 +39,29 @@ def column_sums(
     Returns:
         [Hq, m] float32 on the device of `queries`. Each row sums to at most n.
     """
-    (num_queries, num_heads, dim), (num_prefix, key_heads, _) = queries.shape, prefix_keys.shape
+    (num_queries, num_heads, _), (num_prefix, key_heads, _) = queries.shape, prefix_keys.shape
     total = torch.zeros(num_heads, num_prefix, dtype=torch.float32, device=queries.device)
     if not total.numel() or not num_queries:
         return total
     group, sums = num_heads // key_heads, total.view(key_heads, -1, num_prefix)
-    # [Hk, g, n, D]
-    grouped = queries.unflatten(1, (key_heads, group)).permute(1, 2, 0, 3)
     num_before = len(resident_rows)
-    widest = group * (num_keys := num_before + num_prefix + len(new_keys))
-    least, most = QUERY_BLOCKS
-    size = max(least, min(most, MOST_WEIGHTS // widest))
-    at_once = min(MOST_WEIGHTS // (widest * min(size, num_queries)), MOST_KEYS // (num_keys * dim))
-    at_once = max(1, at_once)
-    for first in range(0, key_heads, at_once):
-        part = slice(first, min(first + at_once, key_heads))
-        # [heads, D, keys]: what a query sees, in the order of positions.
-        before = pool_keys.index_select(0, resident_rows)
-        keys = torch.cat([before[:, part], prefix_keys[:, part], new_keys[:, part]])
-        keys = keys.float().permute(1, 2, 0)
-        for start in range(0, num_queries, size):
-            own = grouped[part, :, start : start + size].float() * scaling
-            rows = own.shape[2]
-            stop = num_before + num_prefix + start + rows
-            weights = torch.bmm(own.flatten(1, 2), keys[..., :stop]).unflatten(1, (group, rows))
-            # A query sees new tokens up to its own.
-            hidden = torch.ones(rows, rows, dtype=torch.bool, device=keys.device).triu_(1)
-            weights[..., stop - rows :].masked_fill_(hidden, float("-inf"))
+    size = max(LEAST_QUERIES, MOST_WEIGHTS // (group * (num_before + num_prefix + len(new_keys))))
+    for head in range(key_heads):
+        # [D, keys]: what a query sees, in the order of positions.
+        before = pool_keys[:, head].index_select(0, resident_rows)
+        keys = torch.cat([before, prefix_keys[:, head], new_keys[:, head]]).float().T
+        asking = queries[:, head * group : (head + 1) * group].float() * scaling
+        for start, own in zip(range(0, num_queries, size), asking.split(size), strict=True):
+            stop = num_before + num_prefix + start + len(own)
+            # [n, g, keys]; a query sees new tokens up to its own.
+            weights = own @ keys[:, :stop]
+            hidden = torch.ones(len(own), len(own), dtype=torch.bool, device=keys.device).triu_(1)
+            weights[..., stop - len(own) :].masked_fill_(hidden[:, None], float("-inf"))
             # One exponential; the division by each row's sum is folded into the sum of columns.
             weights.sub_(weights.amax(-1, keepdim=True)).exp_()
-            shares = weights.sum(-1).reciprocal_()[..., None, :]
-            columns = torch.matmul(shares, weights)[..., 0, :]
-            sums[part] += columns[..., num_before : num_before + num_prefix]
+            shares = weights.sum(-1).reciprocal_()
+            columns = torch.einsum("ng,ngk->gk", shares, weights)
+            sums[head] += columns[:, num_before : num_before + num_prefix]
     return total
 
 
