@@ -1,11 +1,7 @@
 """What reading, loading and computing take on this machine, learnt, and what is decided by it.
 
-Whatever the store decides by time is decided here, from values (tokens, bytes, measured seconds)
-and from no clock: load or compute, in how many bits, how much of reused text is computed again,
-whether a pass may begin before its prefix is there, and when a load has become too slow.
-
-Reading and computing overlap, so a hit takes as long as the longer of them: AttentionStore (3.2.1)
-hides the one behind the other, CacheBlend computes as much as nobody waits for.
+All is decided from values (tokens, bytes, measured seconds) and from no clock. Reading and
+computing overlap, so a hit takes as long as the longer of them (AttentionStore 3.2.1, CacheBlend).
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Blend jobs: load jobs that also bring stored text that is no prefix, and compute some of it.
 
-The loader's thread reads all runs, group by group, into the slots of the job, and turns their keys
-to their new positions. Then the scheduler's thread computes the rest, block by block, between the
-model's passes (`blend.plugin.steps`). If a segment cannot be read, the job fails, and its request
-is planned again without that.
+The loader's thread reads all runs into the job's slots, group by group, and turns their keys to
+their new positions. Then the scheduler's thread computes the rest (`blend.plugin.steps`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,6 @@
-"""Plans how stored text that is not a prefix is reused, for requests that accept that.
+"""Plans how stored text that is no prefix is reused, by requests that accept approximate KVs.
 
-The runs of a prompt that are stored somewhere are loaded into slots as they were computed
-elsewhere, their keys turned to their new positions. The tokens between them are computed, and so is
-a share of the reused tokens, so that these see the text that they now stand behind (CacheBlend,
-4.2). A `BlendJob` does all this before the request runs, in SGLang's tree, in the request's class.
-
-The resulting KVs are approximate. Requests of another class never see them; they are stored with a
-mark: only requests that would blend as much use them, and nothing of them is reused behind other
-text.
+It is computed again in part (CacheBlend, 4.2); requests of another class never see the result.
 """
 
 from __future__ import annotations

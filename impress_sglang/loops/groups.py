@@ -1,9 +1,7 @@
 """Loops that restore coded keys and values, compiled; `codes.groups.codec` is their reference.
 
-Bytes are laid out as in `codes.groups.codec.GroupLayout`. Pools are float32, or bfloat16 as the
-bits of its numbers in uint16. Codes of a token are joined in a row of bytes before they become
-numbers: loops over neighbouring channels are made into vectors, and these the faster the fewer
-arrays they read.
+Pools are float32, or bfloat16 as the bits of its numbers in uint16. Codes of a token are joined in
+a row of bytes first: loops are made into vectors the better, the fewer arrays they read.
 """
 
 from __future__ import annotations

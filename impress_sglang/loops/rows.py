@@ -1,8 +1,6 @@
 """Loops that restore rows of keys and values, compiled; `codes.rows.coder` is their reference.
 
-One takes codes apart and computes what they stand for, another turns keys and fills slots; between
-them is a product of torch's. Indices are unsigned: loops are made into vectors only where no index
-can count from the end.
+Indices are unsigned: loops are made into vectors only where no index can count from the end.
 """
 
 from __future__ import annotations

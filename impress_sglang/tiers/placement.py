@@ -1,9 +1,7 @@
 """Where each chunk is: on SSD alone, or also in the device or the host cache.
 
-The two caches are exclusive; the SSD has everything, so that eviction never writes. The rule is
-that of docs/design.md, "Tiers", best chunk first; chunks that a newcomer displaces from the device
-contend for the host in turn. Nothing is read or copied here, so a decision can precede the read
-that it requires, and a trace can be replayed without data. The pages of a chunk may be anywhere.
+The SSD has everything, so that eviction never writes. The rule is that of docs/design.md, "Tiers".
+Nothing is read or copied here, so that a decision can precede the read that it requires.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Replacement rules: what makes one cached chunk worth more than another.
 
-A rule turns accesses into priorities, from which alone tiers follow. Cache libraries keep one tier
-of items and evict by themselves; here two exclusive tiers are filled by comparing a newcomer with
-the lowest of both, in batches of a layer, with priorities that also change while an item is
-outside.
+A rule turns accesses into priorities, from which alone tiers follow; they also change while a chunk
+is in no cache.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
 """Runs the model over the computed tokens of a blended prefix, a block between two passes.
 
-What is stored of the prefix is in the job's slots already (`blend.job`). SGLang's model is
-run layer by layer over fewer and fewer tokens of a block, as in its split prefill, and rows are
-dropped between layers by SGLang's own handoff of the residual. SGLang's forward context names by
-what its layers attend meanwhile; keys and values are written into the job's
-slots, beside those restored there.
-
-A block occupies the scheduler's thread, and takes the device memory of its activations. It has at
-most as many tokens as a chunk of prefill, and fewer if these take longer than one.
+SGLang's model is run layer by layer over fewer and fewer tokens of a block, as in its split
+prefill, and rows are dropped between layers by SGLang's own handoff of the residual.
 """
 
 from __future__ import annotations
@@ -81,7 +75,9 @@ class BlockComputed(Exception):
 class BlendSteps(AttentionBackend):
     """Computes what is to be computed of blend jobs, block by block; on the scheduler's thread.
 
-    While it does, the model's layers attend by it, each token over all up to its own.
+    While it does, SGLang's forward context names it: the model's layers attend by it, each token
+    over all up to its own, and it writes keys and values into the slots of the job. A block takes
+    the device memory of its activations.
     """
 
     def __init__(

@@ -1,9 +1,7 @@
 """Attention that loads the prefixes of requests, layer by layer, and begins rows at an offset.
 
-SGLang's own backend object is kept; `adopt_backend` changes its class, so that its attributes and
-identity checks stay what they are. A prefix is put into slots of the pool before a layer attends.
-So a backend must read the KVs of a row's earlier tokens in that layer, from the pool, in the slots
-that `req_to_token` had when the batch was prepared.
+A prefix is put into slots of the pool before a layer attends. So a backend must read the KVs of a
+row's earlier tokens in that layer, in the slots that `req_to_token` had when it was prepared.
 """
 
 from __future__ import annotations
@@ -26,10 +24,10 @@ from impress_sglang.plugin.rectangular import extend_rows
 
 
 class PrefixAttention(AttentionBackend):
-    """Loads what each layer uses of the stored prefixes of a batch.
+    """Loads what each layer uses of the stored prefixes of a batch; mixed into SGLang's backends.
 
-    A mixin: it stands before one of SGLang's backends among the bases of a class. It subclasses
-    `AttentionBackend` because Python lets an object change only to a class with the same layout.
+    It subclasses `AttentionBackend` because Python lets an object change only to a class with the
+    same layout.
     """
 
     _live: Mapping[str, StoredRequest]

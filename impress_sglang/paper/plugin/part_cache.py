@@ -1,10 +1,7 @@
 """The tree cache of servers that load within a pass: parts of prefixes that left SGLang's tree.
 
-A request whose stored prefix is longer than its resident one is admitted with the stored one
-(docs/design.md). Only the scheduler's thread calls this class.
-
-The k slots that belong to one live request alone are counted as protected, so that SGLang's own
-accounting (available + evictable + protected + uncached == total) holds at every step.
+Slots of one live request alone count as protected, so that SGLang's own accounting (available +
+evictable + protected + uncached == total) holds at every step.
 """
 
 from __future__ import annotations
