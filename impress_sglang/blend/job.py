@@ -173,11 +173,6 @@ class BlendJob(LoadJob):
         """See `LoadJob.note_layer`; no pass may use it yet."""
         self._fills_done += 1
 
-    def begin_computing(self, resident: Tensor) -> None:
-        """Begin to compute, on the scheduler's thread; `resident`: int64 [start], their slots."""
-        assert self.slots is not None
-        self.row, self.position = torch.cat([resident, self.slots]), self.start
-
     def _open(self, number: int) -> WholeSource:
         return self.store.segments.open([run.span for run in self._groups[number]], exact=False)
 

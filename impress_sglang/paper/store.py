@@ -206,10 +206,7 @@ class PartStore(PrefixStore):
         history, starts = self._history(stored), [0, *sorted(places)]
         old = self.segments.acquire(stored)
         rewrite = Rewrite(stored, old, info, history.average, history.order_key, starts)
-        self._job = rewrite, self._submit(rewrite)
-
-    def _submit(self, rewrite: Rewrite) -> Future[Floats]:
-        return self._rewriter.submit(self._run, rewrite)
+        self._job = rewrite, self._rewriter.submit(self._run, rewrite)
 
     def _run(self, rewrite: Rewrite) -> Floats:
         """Write and publish the new file, with the age of the old one, on the thread.
@@ -224,12 +221,7 @@ class PartStore(PrefixStore):
             raise WriteAbandoned("its file is gone") from None
         memory = AlignedMemory(old.layout.columns.num_bytes)
 
-        def is_wanted() -> bool:
-            return rewrite.stored.state is not SegmentState.LOST
-
         def read_layer(layer: int) -> tuple[Tensor, Tensor]:
-            if not is_wanted():
-                raise WriteAbandoned("the segment is not stored any more")
             old.fill(memory, old.layout.layer_offset(layer))
             order = None if old.mapping is None else old.mapping[layer]
             return _decode_layer(old.layout, memory.view, order)
@@ -242,7 +234,7 @@ class PartStore(PrefixStore):
             direct=self._disk.direct,
             mapping=mapping,
             written_ns=written_ns,
-            is_wanted=is_wanted,
+            is_wanted=lambda: rewrite.stored.state is not SegmentState.LOST,
         )
         return chunk_shares(rewrite.average, mapping, info.layout())
 

@@ -55,10 +55,6 @@ class Moves:
     def __len__(self) -> int:
         return len(self.chunks)
 
-    def pages_to(self, tier: Tier) -> int:
-        """How many pages go to a tier."""
-        return int(self.counts[self.targets == tier].sum(dtype=np.int64))
-
 
 _NO_TIERS, _NO_PAGES = np.empty(0, np.uint8), np.empty(0, np.int64)
 _NO_MOVES = Moves(_NO_PAGES, np.empty(0, np.uint16), _NO_TIERS, _NO_PAGES, _NO_TIERS, _NO_PAGES)

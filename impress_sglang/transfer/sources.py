@@ -256,8 +256,9 @@ class StoredSource(abc.ABC):
         on_ssd, on_host, on_device = map(int, np.bincount(access.tiers, sizes, 3).tolist())
         stats.ssd_needed_bytes += on_ssd
         stats.h2d_bytes += on_ssd + on_host
-        if len(access.moves):
-            stats.h2d_bytes += access.moves.pages_to(Tier.DEVICE) * BLOCK_BYTES
+        moves = access.moves
+        pages = moves.counts[moves.targets == _DEVICE].sum(dtype=np.int64)
+        stats.h2d_bytes += int(pages) * BLOCK_BYTES
         return on_ssd, on_host, on_device
 
     def _begin(self, layer: int) -> None:

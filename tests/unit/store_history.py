@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import threading
 import uuid
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -130,9 +131,9 @@ class StoreHistory(RuleBasedStateMachine):
         self.looks: list[tuple[SegmentInfo, Future[Verdict]]] = []
         self.begin_task = self.store._disk.begin
         mock.patch.object(self.store._disk, "begin", self.hold_look).start()
-        self.held_rewrite: tuple[Rewrite, Future[Any]] | None = None
-        self.run_rewrite = self.store._submit
-        mock.patch.object(self.store, "_submit", self.hold_rewrite).start()
+        self.held_rewrite: tuple[Callable[[], Future[Any]], Future[Any]] | None = None
+        self.run_rewrite = self.store._rewriter.submit
+        mock.patch.object(self.store._rewriter, "submit", self.hold_rewrite).start()
         self.store._memory.pool.limit_bytes = ROOM_BYTES
         self.waiting: list[PartSource] = []
         self.learn_names()
@@ -144,9 +145,9 @@ class StoreHistory(RuleBasedStateMachine):
         self.looks.append((task.segment.info, look))
         return look
 
-    def hold_rewrite(self, rewrite: Rewrite) -> Future[Any]:
+    def hold_rewrite(self, run: Callable[[Rewrite], Any], rewrite: Rewrite) -> Future[Any]:
         assert self.held_rewrite is None, "one at a time"
-        self.held_rewrite = rewrite, Future()
+        self.held_rewrite = functools.partial(self.run_rewrite, run, rewrite), Future()
         return self.held_rewrite[1]
 
     def learn_names(self) -> set[str]:
@@ -171,7 +172,7 @@ class StoreHistory(RuleBasedStateMachine):
         """Its file is there then, and the store does not know until it polls."""
         if self.held_rewrite is not None:
             (rewrite, future), self.held_rewrite = self.held_rewrite, None
-            error = (done := self.run_rewrite(rewrite)).exception()
+            error = (done := rewrite()).exception()
             future.set_result(done.result()) if error is None else future.set_exception(error)
 
     def wait_for_removals(self) -> None:

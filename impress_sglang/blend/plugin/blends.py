@@ -122,8 +122,9 @@ class BlendLoads(PrefixLoads):
         most = self._service.config.blend_seconds
         try:
             if job.row is None:
+                assert job.slots is not None
                 path = self._cache.path_device_indices(job.hold.node)[: job.start]
-                job.begin_computing(path.to(torch.int64))
+                job.row = torch.cat([path.to(torch.int64), job.slots])
             if self._steps.step(job):
                 return JobState.LOADED
         except Exception as error:
