@@ -114,13 +114,15 @@ class StoredRequest:
             others, found = source.read(layer, loaded.numpy(), keys=all_keys is None)
             assert found is not None
             place = None if loaded.shape[1] == k else torch.searchsorted(loaded[0], sets)
-            values[self.slots] = found if place is None else _of_heads(found, place)
+            found = found if place is None else _of_heads(found, place)
             if all_keys is not None:
-                keys[self.slots] = _of_heads(all_keys, sets)
+                chosen = _of_heads(all_keys, sets)
             else:
                 if probe is not None:
-                    probe = probe[loaded[0].to(probe.device, non_blocking=True)]
-                keys[self.slots] = _joined(probe, others)
+                    probe = probe.index_select(0, loaded[0].to(probe.device, non_blocking=True))
+                chosen = _joined(probe, others)
+            keys.index_copy_(0, self.slots, chosen)
+            values.index_copy_(0, self.slots, found)
             source.note_selection(layer, loaded.numpy(), scores)
         return loaded
 

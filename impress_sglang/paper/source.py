@@ -27,7 +27,6 @@ class WantedRows(Wanted):
         """`rows`: of each column, int64 [n], in any order."""
         self._layout = layout
         self._offsets: dict[Column, Indices] = {}
-        self._places: dict[Column, tuple[int, slice | Tensor, tuple[int, int, int]]] = {}
         blocks: Flags = np.zeros(layout.columns.num_bytes // BLOCK_BYTES, np.bool_)
         counts = np.zeros((len(layout.columns), layout.num_chunks), np.int64)
         for column, own in rows.items():
@@ -44,30 +43,21 @@ class WantedRows(Wanted):
 
     def rows_in(self, blocks: Tensor, column: Column) -> Tensor:
         """The rows of a column [n, heads, D], from `self.blocks`: uint8 [blocks, BLOCK_BYTES]."""
-        unit, places, shape = self._place_of(column)
-        units = blocks.view(-1).view(self._layout.shape.dtype).view(-1, unit)
-        if isinstance(places, Tensor):
-            places = places.to(units.device, non_blocking=True)
-        return units[places].view(shape)
-
-    def _place_of(self, column: Column) -> tuple[int, slice | Tensor, tuple[int, int, int]]:
-        """Elements of a unit, which units of the wanted blocks are the rows, and their shape."""
-        if column not in self._places:
-            shape, offsets = self._layout.shape, self._offsets[column]
-            # Rows begin at multiples of this, also where one does not divide a block.
-            size = self._layout.columns[column].group_bytes
-            unit = math.gcd(size, BLOCK_BYTES)
-            count = size // unit
-            rank = np.cumsum(self.blocks) - 1
-            first = (rank[offsets // BLOCK_BYTES] * BLOCK_BYTES + offsets % BLOCK_BYTES) // unit
-            places: slice | Tensor
-            if len(first) and (np.diff(first) == count).all():
-                places = slice(int(first[0]), int(first[0]) + len(first) * count)
-            else:
-                places = torch.from_numpy((first[:, None] + np.arange(count)).reshape(-1))
-            rows = len(first), len(shape.heads[column]), shape.head_dim(column)
-            self._places[column] = unit // shape.dtype.itemsize, places, rows
-        return self._places[column]
+        shape, offsets = self._layout.shape, self._offsets[column]
+        # Rows begin at multiples of a unit, also where one does not divide a block.
+        size = self._layout.columns[column].group_bytes
+        unit = math.gcd(size, BLOCK_BYTES)
+        count, rank = size // unit, np.cumsum(self.blocks) - 1
+        first = (rank[offsets // BLOCK_BYTES] * BLOCK_BYTES + offsets % BLOCK_BYTES) // unit
+        units = blocks.view(-1, unit)
+        if len(first) and (np.diff(first) == count).all():
+            rows = units[int(first[0]) : int(first[-1]) + count]
+        else:
+            places = torch.from_numpy((first[:, None] + np.arange(count)).reshape(-1))
+            rows = units.index_select(0, places.to(units.device, non_blocking=True))
+        return rows.view(shape.dtype).view(
+            len(first), len(shape.heads[column]), shape.head_dim(column)
+        )
 
 
 class PartSource(StoredSource):
@@ -145,11 +135,8 @@ class PartSource(StoredSource):
                     own = segment.mapping[layer, group][own].astype(np.int64)
                 rows.update({columns[group]: own for columns in kinds})
             wanted[number] = WantedRows(segment.layout, rows)
-        found: list[Tensor | None] = []
-        if wanted:
-            blocks = self._take(layer, wanted)
-            for columns in kinds:
-                found.append(self._joined(columns, wanted, places, blocks, tokens.shape[1]))
+        blocks, k = self._take(layer, wanted) if wanted else [], tokens.shape[1]
+        found = [self._joined(columns, wanted, places, blocks, k) for columns in kinds]
         return found.pop(0) if keys else None, found.pop(0) if values else None
 
     def note_selection(self, layer: int, selected: Indices, importance: Tensor | None) -> None:
