@@ -18,33 +18,37 @@ DOCS_FILES := README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs examples patch
 # Tests of a module share fixtures, so each stays in one of the processes; the longest come first.
 TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-# The oldest release of SGLang that is supported, in an environment whose other files are links.
+# The oldest release of SGLang that is supported, in a folder that is searched before all others.
 OLDEST := $(shell grep -oE 'sglang>=[0-9.]+' pyproject.toml | cut -c9-)
-OLDEST_VENV := $(VENV)-$(OLDEST)
+OLDEST_SITE := $(VENV)-sglang-$(OLDEST)
 TEST := tests/serving/test_restart.py tests/serving/test_orders.py
 
-.PHONY: demo test unit servers oldest lint format docs install clean
+.PHONY: demo test newest unit servers oldest lint format docs install clean
 
 demo: install
 	$(BIN)/python -m demo
 
 # All run, whatever the first one finds.
 test:
-	@$(MAKE) --keep-going unit servers oldest
+	@$(MAKE) --keep-going newest oldest
+
+newest: install
+	$(BIN)/python -m pytest tests $(TWO)
 
 unit: install
-	$(BIN)/python -m pytest tests/unit tests/integration -m "not alone" $(TWO)
+	$(BIN)/python -m pytest tests/unit tests/integration $(TWO)
 
-# Two processes, each with a server for most of the time; then, by themselves, tests that measure time.
+# Two processes, each with a server for most of the time.
 servers: install
 	$(BIN)/python -m pytest tests/serving $(TWO)
-	$(BIN)/python -m pytest $$(grep -rl mark.alone tests/unit) -m alone
 
-oldest: install
-	rm -rf $(OLDEST_VENV)
-	cp -al $(VENV)/. $(OLDEST_VENV)
-	$(OLDEST_VENV)/bin/python -m pip install --quiet --no-deps sglang==$(OLDEST)
-	$(OLDEST_VENV)/bin/python -m pytest $(TEST)
+oldest: install $(OLDEST_SITE)/.installed
+	PYTHONPATH=$(OLDEST_SITE) $(BIN)/python -m pytest $(TEST)
+
+$(OLDEST_SITE)/.installed: $(DEPENDENCIES)
+	rm -rf $(OLDEST_SITE)
+	$(BIN)/pip install --quiet --no-deps --target $(OLDEST_SITE) sglang==$(OLDEST)
+	@touch $@
 
 lint: install
 	$(BIN)/ruff check .

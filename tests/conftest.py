@@ -34,15 +34,12 @@ settings.load_profile("ci")
 # `make unit` runs two processes.
 torch.set_num_threads(1)
 
-# Modules that take longest begin first, so that two processes end at the same time.
+# Servers, and modules that take longest, begin first, so that two processes end at the same time.
 LONGEST = (
-    *("test_ranks", "test_store_stateful", "test_coded_paths", "test_tree_loads"),
+    *("test_ranks", "test_real_model", "test_pools", "test_random", "test_jobs"),
+    *("test_triton_backend", "test_exact", "test_hybrids", "test_hicache_backend", "test_bits"),
+    *("test_store_stateful", "test_coded_paths", "test_tree_loads"),
     *("test_engine_bench", "test_refusals"),
-    *("test_real_model", "test_pools", "test_random", "test_jobs", "test_triton_backend"),
-    *("test_blend", "test_hybrids", "test_examples"),
-    *("test_exact", "test_faults"),
-    *("test_pipeline", "test_weights"),
-    *("test_bits", "test_important_part"),
 )
 # How a model is served in the randomised run.
 RANKS = ("one", "tp", "dp")
@@ -82,7 +79,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     select_pairs(config, items)
-    items.sort(key=lambda item: (*LONGEST, item.path.stem).index(item.path.stem))
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> tuple[bool, int]:
+    stem = item.path.stem
+    return "serving" not in item.path.parts, (*LONGEST, stem).index(stem)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -25,6 +25,16 @@ _IMPORTED = (
 )
 
 
+def _hook_soon() -> None:
+    """SGLang looks in all of 9,000 modules for what a hook replaces; no module has methods."""
+    from sglang.srt.plugins import hook_registry
+
+    look = hook_registry._propagate_patch
+    hook_registry._propagate_patch = lambda original, wrapped, owner: (
+        0 if isinstance(owner, type) else look(original, wrapped, owner)
+    )
+
+
 def _warm_up_soon() -> None:
     """SGLang sleeps for a second before it looks whether a server can be warmed up, and so on."""
     from sglang.srt.entrypoints import http_server
@@ -38,9 +48,7 @@ def _warm_up_soon() -> None:
 
 
 def _end_when_told() -> None:
-    """SGLang looks every five seconds whether it was told to end, and its scheduler rests once more
-    before it does; here both end at once."""
-    from sglang.srt.managers.scheduler import Scheduler
+    """SGLang looks every five seconds whether it was told to end; here it looks at once."""
     from sglang.srt.managers.tokenizer_manager import SignalHandler
 
     note = SignalHandler.sigterm_handler
@@ -50,14 +58,7 @@ def _end_when_told() -> None:
         looking = asyncio.get_running_loop().create_task(self.tokenizer_manager.sigterm_watchdog())
         self.tokenizer_manager.asyncio_tasks.add(looking)
 
-    shut_down = Scheduler.handle_shutdown
-
-    def stay_awake(self: Any, *received: Any) -> Any:
-        self.idle_sleeper = None
-        return shut_down(self, *received)
-
     SignalHandler.sigterm_handler = note_and_look
-    Scheduler.handle_shutdown = stay_awake
 
 
 # Nothing of what modules say is of use, and each server has a log of its own.
@@ -67,6 +68,7 @@ for _output in (1, 2):
 gc.disable()
 for _name in _IMPORTED:
     importlib.import_module(_name)
+_hook_soon()
 _warm_up_soon()
 _end_when_told()
 gc.freeze()

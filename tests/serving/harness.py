@@ -276,6 +276,7 @@ def running(
     *flags: str,
     zygote: Zygote | None,
     waits: bool = True,
+    stops: bool = False,
     faults: FaultControl | None = None,
     retracts: bool = False,
     preload: str | None = None,
@@ -286,7 +287,8 @@ def running(
 ) -> Iterator[Server]:
     """A server for the time of a `with` block: forked, or by the real command without a zygote.
 
-    `waits`: until it has warmed up. `preload` is a module that makes another server of it, with
+    `waits`: until it has warmed up. In the end it is killed, unless it `stops`, which closes its
+    store. `preload` is a module that makes another server of it, with
     `faults` its disk fails, one that `retracts` takes requests out and puts them back all the time,
     `ranks` share its heads, `stages` its layers, `replicas` its requests.
     """
@@ -325,6 +327,7 @@ def running(
                 server.wait_ready()
             yield server
         finally:
-            server.stop()
+            if stops:
+                server.stop()
             server.kill()
             assert not process.is_alive(), "a killed server does not end"

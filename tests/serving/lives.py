@@ -137,6 +137,7 @@ class Life:
             f"--impress-ssd-dir={lives.store}",
             *self._flags,
             zygote=zygote,
+            stops=True,
             faults=lives.control,
             retracts=self._retracts,
             ranks=lives.ranks,
@@ -207,7 +208,7 @@ class Life:
                 break
             drawn = first or self._chance.choices([*often], [*often.values()])
             event = drawn.pop()
-            time.sleep(self._chance.uniform(0.3, 2.0))
+            time.sleep(self._chance.uniform(0.1, 1.0))
             world.note(f"event {event}")
             happens[event]()
 

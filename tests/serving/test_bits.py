@@ -164,7 +164,7 @@ def test_who_asks_for_no_more_bits_than_it_is_worth_gets_it(coded: Server, bits:
 def test_a_server_with_fewer_bits_takes_the_lower_rate(serve: Serve, basis: Path) -> None:
     """And exact KVs are computed where only codes are kept."""
     flags = (f"--impress-basis={basis}", "--impress-bits=5", "--impress-keep=codes")
-    with serve("basis-5", *flags) as server:
+    with serve("basis-5", *flags, stops=True) as server:
         prefix = server.store(400, seed=9)
         said = report(server.generate([*prefix, 7], 1))
         assert said["path"] == "ssd" and said["bits_mean"] == pytest.approx(LOWER_RATE, abs=0.02)

@@ -68,7 +68,7 @@ def test_pages_are_kept_and_verified(workdir: Path, tiny_llama: Path, serving: S
     store = workdir / "hicache"
     prompt = random_tokens(20 * PAGE + 5, seed=31)
     whole = 20 * PAGE
-    with serving("hicache-first", tiny_llama, store) as server:
+    with serving("hicache-first", tiny_llama, store, stops=True) as server:
         computed = server.generate(prompt, 8)
         assert stored_by(computed) == 0
         wait_until(lambda: packs(store))

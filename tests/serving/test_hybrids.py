@@ -37,7 +37,7 @@ def answers(server: Server, prompts: list[list[int]]) -> list[Any]:
 @pytest.fixture(scope="module")
 def computed(serve: Serve, model: Path) -> list[Any]:
     """Answers to `PROMPTS`, by a first life of a server."""
-    with serve("hybrid", *FLAGS, model=model, preload=HYBRID) as server:
+    with serve("hybrid", *FLAGS, model=model, preload=HYBRID, stops=True) as server:
         return answers(server, PROMPTS)
 
 

@@ -41,7 +41,7 @@ IMPRESS_FLAGS = (
     "--impress-device-gb=0.002",
     "--impress-host-gb=0.008",
 )
-LIFE_SECONDS = 12
+LIFE_SECONDS = 8
 ENOUGH_LIVES = 8
 PATHS = ("ssd", "device", "computed")
 # Of the answers: so many at least came from SSD, whole and in part.

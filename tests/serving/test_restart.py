@@ -23,7 +23,7 @@ def test_whole_prefix_policy_other_flags_and_new_weights(workdir: Path, serve: S
     prompt = random_tokens(1000, seed=11)
     question = [*prompt, *random_tokens(10, seed=12)]
     flags = ("--max-total-tokens=8000", "--impress-policy=as")
-    with serve("as", *flags) as server:
+    with serve("as", *flags, stops=True) as server:
         server.store_prompts(prompt)
         (segment,) = store.glob("*/segments/*/*.kv")
         answer = server.generate(question, 4)
