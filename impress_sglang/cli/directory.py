@@ -32,8 +32,8 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import FORMAT_VERSION, OpenSegment, SegmentInfo, Tokens
 from impress_sglang.store.disk import StoreDisk
 from impress_sglang.store.journal import Journal
+from impress_sglang.store.orders import Purge
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, namespace_text
-from impress_sglang.store.purges import Purge
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredSegment
 

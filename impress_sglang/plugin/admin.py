@@ -25,9 +25,9 @@ from impress_sglang.serving.custom_params import load_options_of
 from impress_sglang.serving.ranks import ALONE
 from impress_sglang.serving.report import RecentRequests, new_report
 from impress_sglang.storage.quality import ANYTHING, EXACT
+from impress_sglang.store.orders import Purge
 from impress_sglang.store.policies import LoadOptions
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
-from impress_sglang.store.purges import Purge
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredSegment
 from impress_sglang.tiers.placement import Tier

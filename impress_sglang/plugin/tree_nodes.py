@@ -17,8 +17,8 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from torch import Tensor
 
 from impress_sglang.serving.kv_class import unmarked
+from impress_sglang.store.orders import MultiStepJobs
 from impress_sglang.store.prefix_hashes import namespace_text
-from impress_sglang.store.purges import MultiStepJobs
 
 # Most nodes that one step of a sweep frees, and that it looks at.
 MOST_FREED = 64

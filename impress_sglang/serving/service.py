@@ -27,8 +27,8 @@ from impress_sglang.storage.quality import Quality
 from impress_sglang.store.disk import StoreDisk
 from impress_sglang.store.lookahead import LookAhead
 from impress_sglang.store.memory import StoreMemory
+from impress_sglang.store.orders import MultiStepJobs, Purge
 from impress_sglang.store.policies import LoadOptions, make_policy
-from impress_sglang.store.purges import MultiStepJobs, Purge
 from impress_sglang.store.quota import WriteBudget
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.threads import BackgroundThread

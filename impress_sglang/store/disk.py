@@ -33,8 +33,8 @@ from impress_sglang.store.bucket_peer import BucketPeer
 from impress_sglang.store.content import ContentIndex
 from impress_sglang.store.disk_worker import DiskWorker
 from impress_sglang.store.health import Health, Suspect, Work
+from impress_sglang.store.orders import Pins
 from impress_sglang.store.peers import Peers
-from impress_sglang.store.pins import Pins
 from impress_sglang.store.places import Places
 from impress_sglang.store.stored import StoredSegment
 from impress_sglang.store.tree import StoredTree

@@ -30,8 +30,8 @@ from impress_sglang.store.lookahead import LookAhead
 from impress_sglang.store.losses import Cause
 from impress_sglang.store.memory import StoreMemory
 from impress_sglang.store.open_segments import OpenSegments
+from impress_sglang.store.orders import Purge
 from impress_sglang.store.peers import News
-from impress_sglang.store.purges import Purge
 from impress_sglang.store.quota import Quota, WriteBudget
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.store.writing import SegmentWrites

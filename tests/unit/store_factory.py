@@ -23,7 +23,7 @@ from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
 from impress_sglang.store.journal import Journal, decode, encode
 from impress_sglang.store.lookahead import LookAhead
-from impress_sglang.store.purges import Purge
+from impress_sglang.store.orders import Purge
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.store.writing import Offer, StoreOutcome

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impress_sglang.store.lookahead import _GAP, LookAhead, turns_of
-from impress_sglang.store.purges import Purge
+from impress_sglang.store.orders import Purge
 from impress_sglang.store.stored import StoredSegment, StoredSpan
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import LAST_TURN, NOBODY

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from impress_sglang.storage.directory import PINS
-from impress_sglang.store import pins as pins_module
+from impress_sglang.store import orders as orders_module
 from impress_sglang.store.losses import Cause, Loss, Losses
+from impress_sglang.store.orders import MOST_JOBS, MultiStepJobs, Purge
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
-from impress_sglang.store.purges import MOST_JOBS, MultiStepJobs, Purge
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
@@ -70,7 +70,7 @@ def forget(store: PrefixStore, *args: Any, **fields: Any) -> Counter[str]:
 def test_the_state_behind_a_pinned_prefix_stays(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pins_module, "_LOOK_SECONDS", -1.0)
+    monkeypatch.setattr(orders_module, "_LOOK_SECONDS", -1.0)
     store = bench.open(ssd_gb=gb(6 * bench.one))
     bench.put(store, prompt(1))
     assert pin(store, prompt(1)) is None
@@ -107,7 +107,7 @@ def test_only_what_is_stored_can_be_pinned(bench: Workbench, store: PrefixStore)
 def test_what_is_stored_anew_of_a_pinned_prefix_is_pinned(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pins_module, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(orders_module, "_LOOK_SECONDS", 0.0)
     store = bench.open(ssd_gb=gb(4 * bench.one))
     bench.put(store, prompt(1))
     assert pin(store, prompt(1)) is None

@@ -16,7 +16,7 @@ import pytest
 
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable, StoreUnavailable
 from impress_sglang.store.losses import Cause
-from impress_sglang.store.purges import Purge
+from impress_sglang.store.orders import Purge
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState
 from impress_sglang.store.writing import StoreOutcome

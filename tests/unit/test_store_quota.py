@@ -12,8 +12,8 @@ from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
 from impress_sglang.store import disk_worker
 from impress_sglang.store.losses import Cause
+from impress_sglang.store.orders import Purge
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
-from impress_sglang.store.purges import Purge
 from impress_sglang.store.quota import WriteBudget
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSpan

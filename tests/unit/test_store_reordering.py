@@ -21,7 +21,7 @@ from impress_sglang.paper.store import PartStore
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import read_header
 from impress_sglang.storage.writer import WriteAbandoned, write_segment
-from impress_sglang.store.purges import Purge
+from impress_sglang.store.orders import Purge
 from impress_sglang.store.writing import StoreOutcome
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores

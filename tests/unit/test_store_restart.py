@@ -112,33 +112,18 @@ def test_a_row_that_says_other_things_than_its_file_is_not_believed(
     assert not is_served(store, asked, namespace)
 
 
-def test_a_row_without_a_file_is_dropped(
-    bench: Workbench, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("change", [-1, -4096, 1, 4096, None])
+@pytest.mark.parametrize("with_row", [True, False])
+def test_a_file_that_is_gone_or_has_a_wrong_size(
+    bench: Workbench, change: int | None, with_row: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = stores.three_prefixes(bench)
     path = stores.path_of(bench, look_up(store, prompt(2, 8), "salt"))
     bench.close(store)
-    path.unlink()
-
-    store = bench.open()
-
-    check_store(store)
-    assert path.stem in caplog.text
-    assert len(store.tree) == 2
-    assert stores.length(store, prompt(2, 8), namespace="salt") == 0
-    check_rows(store, prompt(1, 40))
-    caplog.clear()
-    bench.reopen(store)
-    assert path.stem not in caplog.text, "said once"
-
-
-@pytest.mark.parametrize("change", [-1, -4096, 1, 4096])
-@pytest.mark.parametrize("with_row", [True, False])
-def test_a_file_of_a_wrong_size_is_set_aside(bench: Workbench, change: int, with_row: bool) -> None:
-    store = stores.three_prefixes(bench)
-    path = stores.path_of(bench, look_up(store, prompt(2, 8), "salt"))
-    bench.close(store)
-    os.truncate(path, path.stat().st_size + change)
+    if change is None:
+        path.unlink()
+    else:
+        os.truncate(path, path.stat().st_size + change)
     if not with_row:
         next(bench.root.glob("*/journal")).unlink()
 
@@ -146,9 +131,14 @@ def test_a_file_of_a_wrong_size_is_set_aside(bench: Workbench, change: int, with
 
     check_store(store)
     assert stores.length(store, prompt(2, 8), namespace="salt") == 0
-    assert not path.exists()
-    assert [own.name for own in bench.root.glob("*/quarantine/*")] == [path.name]
+    assert len(store.tree) == 2 and not path.exists()
+    aside = [own.name for own in bench.root.glob("*/quarantine/*")]
+    assert aside == ([] if change is None else [path.name])
     check_rows(store, prompt(1, 40))
+    assert (path.stem in caplog.text) == (with_row or change is not None)
+    caplog.clear()
+    bench.reopen(store)
+    assert path.stem not in caplog.text, "said once"
 
 
 @pytest.mark.parametrize("digits", ["07", "70"])

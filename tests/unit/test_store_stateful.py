@@ -14,8 +14,8 @@ from hypothesis.stateful import invariant, precondition, rule
 from impress_sglang.errors import StoreUnavailable
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.store.health import Verdict
+from impress_sglang.store.orders import is_in
 from impress_sglang.store.prefix_hashes import prefix_digest
-from impress_sglang.store.purges import is_in
 from impress_sglang.store.stored import SegmentState
 from impress_sglang.store.writing import StoreOutcome
 from tests.faults import Rule
