@@ -39,10 +39,9 @@ from impress_sglang.storage.files import install
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.writing import Offer, StoreOutcome
-from impress_sglang.transfer.codecs import plain_codec
+from impress_sglang.transfer.codecs import plain_codec, warm_up
 from impress_sglang.transfer.filling import fill
 from impress_sglang.transfer.sources import ReadStats
-from impress_sglang.transfer.warm_up import warm_up
 
 POLICIES = ("recompute", "as", "impress")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -214,7 +214,7 @@ def _row(recent: RecentRequests, store: PrefixStore, segment: StoredSegment) -> 
         "pinned": segment.segment_id in store.pins,
         "state": segment.state.value,
         "priority": info.priority.name.lower(),
-        "exact": not info.approximate,
+        "exact": info.quality == EXACT,
         "builders": segment.num_dependents,
     }
 

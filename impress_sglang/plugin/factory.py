@@ -36,8 +36,7 @@ from impress_sglang.serving.service import Service
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.store.identity import model_identity, weights_digest
 from impress_sglang.store.policies import Policy, make_policy
-from impress_sglang.transfer.codecs import Codec
-from impress_sglang.transfer.warm_up import warm_up
+from impress_sglang.transfer.codecs import Codec, warm_up
 
 _Cache = TypeVar("_Cache", bound=ServedCache)
 

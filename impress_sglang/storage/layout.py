@@ -75,13 +75,6 @@ class KVShape:
         assert self.exact or (self.coded and not self.probe_kv_heads)
         assert not (self.raw_layers and self.probe_kv_heads)
 
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> KVShape:
-        """The shape that has these `fields`."""
-        dtype = getattr(torch, fields["dtype"])
-        tuples = {name: tuple(fields[name]) for name in ("probe_kv_heads", "row_bytes_of_layers")}
-        return cls(**{**fields, "dtype": dtype, **tuples})
-
     @property
     def first_raw(self) -> int:
         """The first layer that is kept as it is; the number of layers if none is."""

@@ -74,7 +74,9 @@ class PendingRead:
         self.next, self.last, self.in_flight = 0, len(self.starts), 0
         self.ahead = ahead
         self.error: PrefixUnreadable | None = None
-        self._has_stopped, self._done = has_stopped, threading.Event()
+        self.ended = threading.Event()
+        """Set when nothing more will be read."""
+        self._has_stopped = has_stopped
 
     @property
     def num_bytes(self) -> int:
@@ -84,7 +86,7 @@ class PendingRead:
     @property
     def done(self) -> bool:
         """Whether nothing more will be read."""
-        return self._done.is_set()
+        return self.ended.is_set()
 
     def arrived(self) -> None:
         """Wait until all is read; nothing is verified.
@@ -101,7 +103,7 @@ class PendingRead:
 
     def ended_in_time(self) -> bool:
         """Wait until nothing more is read; False if the device has stopped."""
-        while not self._done.wait(LOOK_SECONDS):
+        while not self.ended.wait(LOOK_SECONDS):
             if self._has_stopped():
                 return False
         return True
@@ -110,12 +112,7 @@ class PendingRead:
         """End with an error, which is a bug or a fault of the machine."""
         self.error = StoreUnavailable(self.segment.segment_id, f"the reader has failed: {error}")
         self.error.__cause__ = error
-        self._done.set()
-
-    def settle(self) -> None:
-        """Note the end, if nothing is in flight or to begin."""
-        if not self.in_flight and self.next == self.last:
-            self._done.set()
+        self.ended.set()
 
 
 class BlockReader:
@@ -187,8 +184,8 @@ class BlockReader:
             assert not self._closed
             if self._failed is not None:
                 read.fail(self._failed)
-            elif read.next == read.last:
-                read.settle()
+            elif not len(read.sizes):
+                read.ended.set()
             else:
                 if not self._unsettled:
                     self._arrived_at = time.monotonic()
@@ -334,8 +331,8 @@ class BlockReader:
         self._watch.ended(len(ended))
 
     def _settle(self, read: PendingRead) -> None:
-        read.settle()
-        if read.done:
+        if not read.in_flight and read.next == read.last:
+            read.ended.set()
             self._unsettled.discard(read)
 
 

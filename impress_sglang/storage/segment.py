@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import xxhash
 
 from impress_sglang.codes.rows.fit import SINK_TOKENS
@@ -91,11 +92,6 @@ class SegmentInfo:
     def prompt_tokens(self) -> Tokens:
         """Those of a prompt; none if it is a state."""
         return self.tokens[: 0 if self.tokens[0] == STATE_TOKEN else None]
-
-    @property
-    def approximate(self) -> bool:
-        """Whether the KVs rest on any approximation."""
-        return self.quality != EXACT
 
     @property
     def reordered(self) -> bool:
@@ -297,7 +293,9 @@ def info_from(fields: dict[str, Any], tokens: Tokens) -> SegmentInfo:
 
 @functools.lru_cache(_SHARED)
 def _shape(text: str) -> KVShape:
-    return KVShape.from_fields(json.loads(text))
+    fields: dict[str, Any] = json.loads(text)
+    fields |= {name: tuple(own) for name, own in fields.items() if isinstance(own, list)}
+    return KVShape(**{**fields, "dtype": getattr(torch, fields["dtype"])})
 
 
 @functools.lru_cache(_SHARED)

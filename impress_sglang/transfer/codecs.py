@@ -1,18 +1,28 @@
-"""What a codec is to the stages that store and load, and the one that needs no basis."""
+"""What a codec is to the stages that store and load, and the one that needs no basis; and what
+compiles the kernels that load, before the first request needs them."""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from impress_sglang.codes.coding import Coding, CodingRule, Rows
 from impress_sglang.codes.groups.codec import GROUP_TOKENS, GroupLayout, encode_layer
-from impress_sglang.storage.layout import KVShape
+from impress_sglang.errors import UnsupportedError
+from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
+from impress_sglang.tiers.copying import PageCopier
 from impress_sglang.transfer.sources import Piece
 
+logger = logging.getLogger(__name__)
+
+# How many made-up tokens are restored.
+TOKENS = 20
 # For a layer and the shape [G, Dk] of its keys, the energy of their channels; None: not known.
 Energy = Callable[[int, torch.Size], Tensor | None]
 
@@ -78,3 +88,45 @@ def plain_codec(shape: KVShape, *, kernels: bool | None = None) -> Codec | None:
     return (
         GroupCodec(shape.group_layout, kernels=kernels) if shape.coded and not shape.basis else None
     )
+
+
+def warm_up(shape: KVShape, device: torch.device, codec: Codec | None) -> None:
+    """Compile all kernels with which prefixes are loaded on a device; on a CPU there are none.
+
+    A kernel is compiled for the dtypes and sizes of a model, and for how its arguments are aligned;
+    tests/unit/triton/test_warm_up.py compares that with what requests launch. It raises
+    `UnsupportedError` if a kernel of this shape does not fit into the device.
+    """
+    if device.type == "cuda":
+        began = time.perf_counter()
+        launch_all(shape, device, codec)
+        torch.cuda.synchronize(device)
+        logger.info("kernels that load prefixes are compiled (%.1f s)", time.perf_counter() - began)
+
+
+def launch_all(shape: KVShape, device: torch.device, codec: Codec | None) -> None:
+    """Launch all kernels in all their variants, also in Triton's interpreter; see `warm_up`."""
+    from triton.runtime.errors import OutOfResources
+
+    what, instead = "KVs", "--impress-policy recompute, which loads none"
+    try:
+        blocks = torch.zeros(2, BLOCK_BYTES, dtype=torch.uint8, device=device)
+        source, target = (np.array([own.data_ptr()]) for own in blocks)
+        PageCopier(BLOCK_BYTES, device, kernels=True).copy(source, target).wait()
+        if codec is not None:
+            what, instead = "codes", codec.instead
+            keys, values = (
+                torch.zeros(TOKENS, shape.num_kv_heads, dim, dtype=shape.dtype, device=device)
+                for dim in (shape.key_dim, shape.value_dim)
+            )
+            rows, state = Rows(keys, values, torch.arange(TOKENS, device=device)), None
+            # Those of some layers differ.
+            for layer, size in enumerate(shape.code_bytes):
+                groups = blocks.new_zeros(TOKENS, size)
+                state = codec.restore(layer, [Piece([groups], 0, 0, TOKENS)], rows, state)
+    except OutOfResources as error:
+        raise UnsupportedError(
+            f"the kernel for loading {what} does not fit into this GPU: for {shape.group_size} "
+            f"query heads per KV head and {shape.key_dim} elements per key ({shape.dtype}) it "
+            f"takes {error.required} of {error.name}, and there is {error.limit}; use {instead}"
+        ) from error

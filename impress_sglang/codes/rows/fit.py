@@ -42,13 +42,8 @@ class Moments:
         # Products of what is far from zero would round their differences away. Of each layer, what
         # is taken off [X], and float64 [B + X + 1, X]: sums of products with the features of the
         # layer below, with its own, and with 1. There are B below, and in layer 0 none.
-        self._origins: list[Tensor] = []
+        self.origins: list[Tensor] = []
         self._sums: list[Tensor] = []
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers; 0 before anything was added."""
-        return len(self._sums)
 
     def add(self, layers: Sequence[Sequence[Tensor]]) -> None:
         """Count the KVs of a prompt, but for its first tokens.
@@ -62,10 +57,10 @@ class Moments:
         ]
         if not self._sums:
             self.shapes = tuple((own.shape[1], own.shape[2]) for own in layers[0])
-            self._origins = [own.mean(0) for own in flat]
+            self.origins = [own.mean(0) for own in flat]
         self.count += len(flat[0])
         under = flat[0][:, :0]
-        for layer, (origin, own) in enumerate(zip(self._origins, flat, strict=True)):
+        for layer, (origin, own) in enumerate(zip(self.origins, flat, strict=True)):
             here = own - origin
             found = torch.cat([(torch.cat([under, here], 1).T @ here).double(), here.sum(0)[None]])
             if layer == len(self._sums):
@@ -82,8 +77,8 @@ class Moments:
             places.append(own.flatten())
             found.shapes += ((len(own), dim),)
             begin += count * dim
-        at = torch.cat(places).to(self._origins[0].device)
-        found.count, found._origins = self.count, [own[at] for own in self._origins]
+        at = torch.cat(places).to(self.origins[0].device)
+        found.count, found.origins = self.count, [own[at] for own in self.origins]
         for sums in self._sums:
             squares = [own[at][:, at] for own in sums[:-1].split(begin)]
             found._sums.append(torch.cat([*squares, sums[-1:, at]]))
@@ -91,16 +86,16 @@ class Moments:
 
     def mean(self, layer: int) -> Tensor:
         """Float64 [X]."""
-        return self._origins[layer] + self._sums[layer][-1] / self.count
+        return self.origins[layer] + self._sums[layer][-1] / self.count
 
     def covariance(self, layer: int) -> Tensor:
         """Float64 [X, X]."""
-        size = len(self._origins[layer])
+        size = len(self.origins[layer])
         return self._covariance(self._sums[layer][-1 - size : -1], layer, layer)
 
     def with_below(self, layer: int) -> Tensor:
         """The covariance with the layer below, which there must be: float64 [X, X]."""
-        return self._covariance(self._sums[layer][: len(self._origins[layer])], layer - 1, layer)
+        return self._covariance(self._sums[layer][: len(self.origins[layer])], layer - 1, layer)
 
     def _covariance(self, products: Tensor, one: int, other: int) -> Tensor:
         left, right = (self._sums[own][-1] / self.count for own in (one, other))
@@ -118,7 +113,7 @@ class Fit:
         self._shapes = moments.shapes
         self._layers = [
             _solve(moments, layer, None if metric is None else metric[layer])
-            for layer in range(moments.num_layers)
+            for layer in range(len(moments.origins))
         ]
         self._variances = [own.variances for own in self._layers]
 

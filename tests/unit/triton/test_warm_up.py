@@ -23,9 +23,8 @@ from impress_sglang.errors import UnsupportedError
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer.basis_codec import BasisCodec, shape_by
-from impress_sglang.transfer.codecs import plain_codec
+from impress_sglang.transfer.codecs import launch_all, plain_codec
 from impress_sglang.transfer.sources import Piece
-from impress_sglang.transfer.warm_up import launch_all
 from impress_sglang.triton import groups as group_kernels
 from impress_sglang.triton import pages as page_kernels
 from impress_sglang.triton import rows as row_kernels
