@@ -110,8 +110,8 @@ def chunk_shares(average: Float32s, mapping: MappingLists, layout: SegmentLayout
     starts = np.arange(0, layout.num_tokens, layout.chunk_tokens)
     rows = np.diff([*starts, layout.num_tokens])
     means = np.add.reduceat(by_row.astype(np.float64), starts, axis=-1) / rows
-    shares = np.ones((shape.num_layers, len(shape.columns), layout.num_chunks))
-    for column in shape.columns[1:]:
+    shares = np.ones((shape.num_layers, len(shape.heads), layout.num_chunks))
+    for column in range(1, len(shape.heads)):
         shares[:, column] = means[:, shape.head_group_of(column)]
     return shares.reshape(-1)
 

@@ -108,7 +108,7 @@ class StoredRequest:
                 scores = scored(all_keys, column_sums)
                 sets = own_tokens(scores, shape.group_size, k)
         with self.timed("load_ms"):
-            groups = shape.num_head_groups
+            groups = len(shape.head_groups)
             # A head group with several heads loads what any of its heads uses.
             loaded = sets.expand(groups, -1) if groups >= len(sets) else sets.unique()[None]
             others, found = source.read(layer, loaded.numpy(), keys=all_keys is None)

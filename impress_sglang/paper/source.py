@@ -117,7 +117,7 @@ class PartSource(StoredSource):
         # Keys that are read alone choose the tokens.
         self._chosen, self._probing = values, False
         if tokens is None:
-            tokens = np.tile(np.arange(self.num_tokens), (shape.num_head_groups, 1))
+            tokens = np.tile(np.arange(self.num_tokens), (len(shape.head_groups), 1))
         keys = keys and bool(shape.other_kv_heads)
         kinds = [shape.key_columns] * keys + [shape.value_columns] * values
         wanted: dict[int, WantedRows] = {}

@@ -85,7 +85,7 @@ class PartStore(PrefixStore):
     def _history(self, segment: StoredSegment) -> TokenHistory:
         if segment.history is None:
             shape = self._shape
-            size = shape.num_layers, shape.num_head_groups, segment.info.num_tokens
+            size = shape.num_layers, len(shape.head_groups), segment.info.num_tokens
             by_importance = self._config.reorder_key == "importance"
             segment.history = TokenHistory(*size, by_importance=by_importance)
         history: TokenHistory = segment.history

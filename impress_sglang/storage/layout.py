@@ -31,7 +31,7 @@ from impress_sglang.loops.types import Indices
 
 BLOCK_BYTES = 4096
 
-# Number of a column within its layer, in the order on disk; see `KVShape.columns`.
+# Number of a column within its layer, in the order on disk; see `KVShape.heads`.
 Column = int
 PROBE: Column = 0
 
@@ -108,33 +108,24 @@ class KVShape:
         return (tuple(heads),) if self.probe_kv_heads else tuple((head,) for head in heads)
 
     @property
-    def num_head_groups(self) -> int:
-        """Number of head groups of a layer."""
-        return len(self.head_groups)
-
-    @property
-    def columns(self) -> range:
-        """All columns of a layer: probe, keys of each head group, values of each head group."""
-        return range(1 + 2 * self.num_head_groups)
-
-    @property
     def key_columns(self) -> range:
         """Columns of keys, one per head group, without the keys in the probe column."""
-        return range(1, 1 + self.num_head_groups)
+        return range(1, 1 + len(self.head_groups))
 
     @property
     def value_columns(self) -> range:
         """Columns of values, one per head group."""
-        return range(1 + self.num_head_groups, 1 + 2 * self.num_head_groups)
+        return range(1 + len(self.head_groups), 1 + 2 * len(self.head_groups))
 
     def head_group_of(self, column: Column) -> int:
         """The head group of a column of keys or values."""
         assert column != PROBE
-        return (column - 1) % self.num_head_groups
+        return (column - 1) % len(self.head_groups)
 
     @functools.cached_property
     def heads(self) -> tuple[tuple[int, ...], ...]:
-        """KV heads that each column holds, in storage order."""
+        """KV heads of all columns, in storage order: of the probe column, those of the keys of each
+        head group, and of its values."""
         if not self.probe_kv_heads:
             return ((), *self.head_groups, *self.head_groups)
         return (self.probe_kv_heads, self.other_kv_heads, *self.head_groups)

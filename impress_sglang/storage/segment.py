@@ -119,7 +119,7 @@ class SegmentInfo:
     def arrays(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
         """Types and shapes of the arrays that the header has behind the description, in order."""
         shape, count = self.shape, self.num_tokens
-        lists = (shape.num_layers, shape.num_head_groups, count) if self.reordered else (0,)
+        lists = (shape.num_layers, len(shape.head_groups), count) if self.reordered else (0,)
         fits = shape.first_raw if shape.basis else 0
         sinks = (0, 0, 0)
         if shape.coded:

@@ -62,7 +62,7 @@ class OpenSegments:
         self._shape, self._memory, self._cache = shape, memory, memory.cache
         self._disk, self._reader, self._lookahead = disk, reader, lookahead
         # Columns of exact KVs of which requests want all rows.
-        self._certain = np.array([PROBE] if shape.probe_kv_heads else shape.columns)
+        self._certain = np.array([PROBE] if shape.probe_kv_heads else range(len(shape.heads)))
         self._patience = config.io_timeout
         self._opener = self._far_opener = BackgroundThread("impress-open")
         # Reads what a bucket has.

@@ -17,48 +17,39 @@ class ReadAhead:
         self._pool = pool
         self.enabled = enabled
         """Whether anything is read ahead."""
-        self._live: list[StoredSource] = []
-        self._waiting: list[StoredSource] = []
+        # Whether a request uses a source, or only waits for it.
+        self._live: dict[StoredSource, bool] = {}
 
     def join(self, source: StoredSource) -> None:
         """Note that a request begins to use a source, which may have waited until now."""
-        self._waiting = [own for own in self._waiting if own is not source]
-        self._live.append(source)
+        self.leave(source)
+        self._live[source] = True
         self.top_up()
 
     def wait(self, source: StoredSource) -> None:
         """Add the source of a waiting request."""
-        self._waiting.append(source)
+        self._live[source] = False
         self.top_up()
 
     def leave(self, source: StoredSource) -> None:
         """Remove a source that is closed."""
-        self._waiting = [own for own in self._waiting if own is not source]
-        self._live = [own for own in self._live if own is not source]
+        self._live.pop(source, None)
 
     def top_up(self) -> None:
         """Begin to read the next layers, as long as there is room."""
-        if not self.enabled:
-            return
-        while (source := self._next_live()) is not None:
-            if not self._has_room(source):
-                return
+        while (source := self._next()) is not None and self.enabled and self._has_room(source):
             source.read_ahead()
-        for source in self._waiting:
-            while source.next_ahead < source.num_layers:
-                if not self._has_room(source):
-                    return
-                source.read_ahead()
 
-    def _next_live(self) -> StoredSource | None:
+    def _next(self) -> StoredSource | None:
         unread = [own for own in self._live if own.next_ahead < own.num_layers]
-        return min(unread, key=lambda own: own.next_ahead - own.layer, default=None)
+        live = [own for own in unread if self._live[own]]
+        return min(live or unread[:1], key=lambda own: own.next_ahead - own.layer, default=None)
 
     def _has_room(self, source: StoredSource) -> bool:
         """Whether a layer fits beside the next layer of any running request not yet read ahead."""
         lacking = (
             own.layer_bytes
-            for own in self._live
-            if own is not source and own.next_ahead == own.layer + 1 < own.num_layers
+            for own, live in self._live.items()
+            if live and own is not source and own.next_ahead == own.layer + 1 < own.num_layers
         )
         return self._pool.has_room(source.layer_bytes + max(lacking, default=0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Mapping, Sequence
@@ -300,26 +301,19 @@ class WholeSource(StoredSource):
     each KV head is a head group.
     """
 
-    def __init__(
-        self,
-        spans: Sequence[OpenSpan],
-        pool: BufferPool,
-        cache: ChunkCache,
-        *,
-        codes: bool,
-    ) -> None:
-        """See `StoredSource`."""
-        assert codes or all(segment.mapping is None for segment, _, _ in spans)
-        super().__init__(spans, pool, cache, codes=codes)
-        self.state: Any = None
-        """What restores codes keeps from layer to layer."""
-        self.sinks: dict[int, tuple[Tensor, Tensor]] = {}
+    state: Any = None
+    """What restores codes keeps from layer to layer."""
+
+    @functools.cached_property
+    def sinks(self) -> dict[int, tuple[Tensor, Tensor]]:
         """By the number of a span, exact keys [L, n, G, Dk] and values of first tokens of a prompt,
         which are never in codes."""
-        for number, (own, tokens, _) in enumerate(spans):
+        found = {}
+        for number, (own, tokens, _) in enumerate(self.spans):
             exact = torch.from_numpy(own.sinks[:, tokens.start : tokens.stop])
-            if codes and exact.numel():
-                self.sinks[number] = self.shape.kvs_of(exact.to(cache.device))
+            if exact.numel():
+                found[number] = self.shape.kvs_of(exact.to(self._cache.device))
+        return found
 
     def _wanted(self, layer: int) -> list[Wanted]:
         return [
