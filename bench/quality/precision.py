@@ -32,13 +32,8 @@ from bench.core.options import DATA, MODEL, Option
 from bench.core.report import Result, Row, Table
 from bench.core.session import BenchFailed, step
 from impress_sglang.cli.calibrate import KVs, Prompts, coded_kvs
-from impress_sglang.codes.groups.codec import (
-    GROUP_TOKENS,
-    GroupLayout,
-    code_keys,
-    code_values,
-    restore,
-)
+from impress_sglang.codes.groups import slots
+from impress_sglang.codes.groups.codec import GROUP_TOKENS, GroupLayout, encode_layer
 from impress_sglang.codes.groups.energy import MEASURED_QUERIES
 from impress_sglang.codes.rows.basis import RATES, Basis
 from impress_sglang.codes.rows.fit import SINK_TOKENS
@@ -152,7 +147,10 @@ class Reader:
             return [(self._turner.turned(keys, back=False), values) for keys, values in found]
         found, bits = [], int(rule.bits)
         for (keys, values), energy in zip(kvs, energies, strict=True):
-            restored = restore(code_keys(keys, bits, energy)), restore(code_values(values, bits))
+            layout = GroupLayout(*keys.shape[1:], values.shape[2], bits)
+            restored = torch.empty_like(keys), torch.empty_like(values)
+            groups = encode_layer(layout, keys, values, energy)
+            slots.restore(layout, groups, 0, torch.arange(len(keys)), *restored)
             for left, right in zip(restored, (keys, values), strict=True):
                 left[:SINK_TOKENS] = right[:SINK_TOKENS]
             found.append(restored)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.codes.coding import Rows
-from impress_sglang.codes.groups.codec import code_keys, code_values, restore
+from impress_sglang.codes.groups.codec import CODE_BITS, GROUP_TOKENS, Codes, code_keys, code_values
 from impress_sglang.codes.rows.fit import SINK_TOKENS
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
@@ -27,6 +27,19 @@ SHAPE = make_shape(
 BLOCK = 4096
 # What is in slots that nobody has filled.
 EMPTY = -77.0
+
+
+def restore(codes: Codes) -> Tensor:
+    """The values that codes stand for, float32 [t, G, D]: what all restore, by definition."""
+    low, step = codes.low.float(), codes.step.float()
+    cell = torch.exp2(CODE_BITS - codes.bits.float())
+    if codes.bits.ndim:
+        groups = torch.arange(len(codes.codes), device=low.device) // GROUP_TOKENS
+        low, step, cell = low[groups], step[groups], cell[groups]
+    else:
+        low, step = low[..., None], step[..., None]
+    middle = (codes.codes.float() / cell).floor_().add_(0.5).mul_(cell).sub_(0.5)
+    return middle * step + low
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,6 @@ from torch import Tensor
 from impress_sglang.blend.job import BlendJob, Kind
 from impress_sglang.blend.planner import MEASURE_SECONDS, SHARES
 from impress_sglang.codes.groups.codec import code_keys, code_values
-from impress_sglang.codes.groups.codec import restore as restore_codes
 from impress_sglang.codes.rows.fit import SINK_TOKENS
 from impress_sglang.cost import RequestLengths
 from impress_sglang.errors import SegmentUnreadable
@@ -31,6 +30,7 @@ from impress_sglang.transfer.sources import WholeSource
 from tests.unit import blending_desk
 from tests.unit.basis_factory import codec_for
 from tests.unit.blending_desk import APPROXIMATE, ROTATION, SHAPE, Desk, texts
+from tests.unit.coded_factory import restore
 from tests.unit.kv_factory import SequenceKVs, make_shape
 from tests.unit.store_checks import check_content
 from tests.unit.store_factory import Workbench, lose
@@ -252,7 +252,7 @@ def rounded(tokens: list[int], layer: int, part: slice, bits: int) -> tuple[Tens
     """Keys and values of some tokens of a segment in so many bits."""
     own = SequenceKVs(SHAPE, "", tuple(tokens))
     codes = code_keys(own.keys(layer), bits), code_values(own.values(layer), bits)
-    rows = restore_codes(codes[0]), restore_codes(codes[1])
+    rows = restore(codes[0]), restore(codes[1])
     for found, exact in zip(rows, (own.keys(layer), own.values(layer)), strict=True):
         found[:SINK_TOKENS] = exact[:SINK_TOKENS]
     return rows[0][part], rows[1][part]

@@ -22,7 +22,6 @@ from impress_sglang.codes.groups.codec import (
     encode_layer,
     pack,
     pairs_of,
-    restore,
 )
 from impress_sglang.codes.groups.energy import QueryMeter, energy_of, no_queries
 from impress_sglang.codes.groups.slots import restore as restore_slots
@@ -32,7 +31,7 @@ from impress_sglang.loops import groups as loops
 from impress_sglang.storage.directory import CODING
 from impress_sglang.storage.layout import Pages
 from impress_sglang.transfer import codecs
-from tests.unit.coded_factory import check_pool
+from tests.unit.coded_factory import check_pool, restore
 from tests.unit.kv_factory import make_shape
 from tests.unit.store_factory import Workbench
 from tests.unit.waiting import calls_of

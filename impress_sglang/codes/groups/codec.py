@@ -153,19 +153,6 @@ def pairs_of(weight: Tensor, rate: int) -> Tensor:
     return pairs.view(weight.shape)
 
 
-def restore(codes: Codes) -> Tensor:
-    """The values that codes stand for, float32 [t, G, D]."""
-    low, step = codes.low.float(), codes.step.float()
-    cell = torch.exp2(CODE_BITS - codes.bits.float())
-    if codes.bits.ndim:
-        groups = torch.arange(len(codes.codes), device=low.device) // GROUP_TOKENS
-        low, step, cell = low[groups], step[groups], cell[groups]
-    else:
-        low, step = low[..., None], step[..., None]
-    middle = (codes.codes.float() / cell).floor_().add_(0.5).mul_(cell).sub_(0.5)
-    return middle * step + low
-
-
 def _num_pairs(channels: int, rate: int) -> int:
     return channels * (rate - LEAST_BITS) // PAIR_BITS
 

@@ -14,7 +14,6 @@ from impress_sglang.codes.groups.codec import (
     code_keys,
     code_values,
     encode_layer,
-    restore,
 )
 from impress_sglang.tiers.copying import PageCopier
 from impress_sglang.transfer.basis_codec import BasisCodec
@@ -29,6 +28,7 @@ from tests.unit.basis_factory import (
     random_rows,
     random_turns,
 )
+from tests.unit.coded_factory import restore
 from tests.unit.triton.conftest import compile_launches
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
