@@ -123,7 +123,7 @@ def gc(root: Path) -> list[Row]:
         else:
             if format_of(FILES, path) == FORMAT_VERSION:
                 with opened(path) as store:
-                    store.expire(store.tree.order.take_due(time.time(), len(store.tree)))
+                    store.expire(time.time(), len(store.tree))
                 for own in quarantined_files(FILES, path):
                     FILES.unlink(own)
             after = _sizes(path, all_files=True)

@@ -112,8 +112,6 @@ class Quota:
         """Bytes of a file of another store that is becoming ours."""
         self.pending_bytes = 0
         """The part of the tree's bytes that is not on the disk yet."""
-        # Because the limit was lowered before this start: later, each gives what it has above it.
-        self._over = self._above(disk.tree.held)
 
     def summary(self) -> dict[str, int]:
         """Bytes used on the SSD and their limits, for the statistics page."""
@@ -174,31 +172,22 @@ class Quota:
         if needed > 0 and self._remove_unserved(needed):
             return None
         # Of what is needed, the namespace must give at least its own excess.
-        most = self._most
+        most = bytes_of(self._config.namespace_gb) or math.inf
         excess = max(held[namespace] + num_bytes - most, 0)
         if needed > self._tree.file_bytes - self.pending_bytes or excess > held[namespace]:
             return None
         order, choice = self._tree.order, _Choice(self.is_needed, keep)
         choice.take_from(order.of(namespace), excess)
         if fits := choice.num_bytes >= excess:
-            if most < math.inf and choice.num_bytes < needed:
-                self._over = self._above(self._over)
-                for name in self._over:
-                    more = 0 if name == namespace else held[name] - most
-                    choice.take_from(order.of(name), min(choice.num_bytes + more, needed))
+            # The limit was lowered before this start: each gives what it has above it.
+            limited = most < math.inf and choice.num_bytes < needed
+            for name in [own for own in held if held[own] > most] if limited else ():
+                more = 0 if name == namespace else held[name] - most
+                choice.take_from(order.of(name), min(choice.num_bytes + more, needed))
             choice.take_from(order, needed)
             fits = choice.num_bytes >= needed
         choice.note_uses(order)
         return choice.victims if fits else None
-
-    @property
-    def _most(self) -> float:
-        """Bytes of a namespace."""
-        return bytes_of(self._config.namespace_gb) or math.inf
-
-    def _above(self, names: Iterable[str]) -> list[str]:
-        """Which of these namespaces have more than they may."""
-        return [name for name in names if self._tree.held[name] > self._most]
 
     def share_out(self, num_bytes: int) -> list[StoredSegment]:
         """What to evict for another server that lacks room: no more than what is above a share."""

@@ -142,7 +142,7 @@ class PrefixStore:
         self.segments.settle()
         self.writes.poll()
         self.quota.take_removals()
-        self.expire(self.tree.order.take_due(time.time(), MOST_EXPIRED))
+        self.expire(time.time())
         for news in self._disk.peers.take():
             self._hear(news)
         self.places.place_again()
@@ -199,9 +199,9 @@ class PrefixStore:
         if self.health.writable:
             self._disk.note_uses()
 
-    def expire(self, segments: list[StoredSegment]) -> None:
-        """Remove segments that have expired."""
-        self.writes.discard(sorted(segments, key=lambda own: -own.info.prefix_len), Cause.EXPIRED)
+    def expire(self, now: float, most: int = MOST_EXPIRED) -> None:
+        """Remove at most so many segments that have expired; `now` is a time of `time.time`."""
+        self.writes.discard(self.tree.order.take_due(now, most), Cause.EXPIRED)
 
     def tell(self, order: Mapping[str, Any]) -> None:
         """Tell other servers an order to purge."""

@@ -190,9 +190,9 @@ def test_what_is_too_old_is_removed_used_or_not(bench: Workbench) -> None:
 
     assert length(store, prompt(1, 16)) == 0 and length(store, prompt(2)) == 8
     wait_until(lambda: len(bench.files()) == 2)
-    store.expire(store.tree.order.take_due(time.time() + HOUR - 60, 64))
+    store.expire(time.time() + HOUR - 60)
     assert length(store, prompt(2)) == 8
-    store.expire(store.tree.order.take_due(time.time() + HOUR, 64))
+    store.expire(time.time() + HOUR)
     assert length(store, prompt(2)) == 0
     assert (store.stats.segments_expired, store.stats.segments_evicted) == (3, 0)
     long = as_tokens([*prompt(1), *range(60)])
@@ -218,7 +218,7 @@ def test_what_cannot_be_asked_for_its_age_is_too_old(bench: Workbench) -> None:
 def test_the_shorter_time_counts(bench: Workbench, ttl: float, own: float, left: int) -> None:
     store = bench.open(ttl=ttl)
     bench.put(store, prompt(1), ttl=own)
-    store.expire(store.tree.order.take_due(time.time() + HOUR + 10, 64))
+    store.expire(time.time() + HOUR + 10)
     assert length(store, prompt(1)) == left
 
 
@@ -260,7 +260,7 @@ def test_what_a_request_stores_goes_when_it_says(bench: Workbench) -> None:
     assert store.pins.pin(store.namespace(""), as_tokens(prompt(1))) is None
 
     def stored() -> list[int]:
-        store.expire(store.tree.order.take_due(now[0], 64))
+        store.expire(now[0])
         check_store(store)
         return [length(store, prompt(1, 16)), length(store, prompt(2)), len(bench.files())]
 
@@ -283,7 +283,7 @@ def test_what_a_request_stores_goes_when_it_says(bench: Workbench) -> None:
 def test_what_is_due_while_it_is_written_does_not_stay(bench: Workbench) -> None:
     store = bench.open()
     bench.begin(store, prompt(1), ttl=1)
-    store.expire(store.tree.order.take_due(time.time() + 2, 64))
+    store.expire(time.time() + 2)
     store.writes.drain()
     assert length(store, prompt(1)) == 0 and not bench.files()
 
