@@ -46,8 +46,7 @@ class Server:
     def tokenize(self, text: str) -> list[int]:
         """The tokens of a text, in the server's vocabulary."""
         body = {"prompt": text, "add_special_tokens": False}
-        tokens: list[int] = self._ask("POST", "/tokenize", self._api_key, body)["tokens"]
-        return tokens
+        return self._ask("POST", "/tokenize", self._api_key, body)["tokens"]
 
     def flush(self) -> None:
         """Empty SGLang's pool as soon as no request is running."""
@@ -57,8 +56,7 @@ class Server:
         self, method: str, path: str, key: str | None, body: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         try:
-            answer: dict[str, Any] = json.loads(self._send(method, path, key, body))
-            return answer
+            return json.loads(self._send(method, path, key, body))
         except ValueError as error:
             raise Unreachable(f"{self._url} does not answer as expected: {error}") from error
 
@@ -76,8 +74,7 @@ class Server:
                 method=method,
             )
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-                answer: bytes = response.read()
-                return answer
+                return response.read()
         except urllib.error.HTTPError as error:
             raise _meaning(error) from error
         except (OSError, ValueError) as error:

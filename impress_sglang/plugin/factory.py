@@ -187,8 +187,7 @@ def rotation_of(model: Any, option: str) -> KeyRotation:
 
     def table(rows: int) -> Tensor:
         rotary._ensure_cos_sin_cache_length(rows - 1)
-        cache: Tensor = rotary.cos_sin_cache
-        return cache
+        return rotary.cos_sin_cache
 
     return KeyRotation(table, halves=rotary.is_neox_style)
 
