@@ -27,7 +27,7 @@ import secrets
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
@@ -74,10 +74,6 @@ class Page:
     def stop(self) -> int:
         """Where the next page begins."""
         return self.offset + round_up(self.size, BLOCK_BYTES)
-
-    def is_whole(self, content: memoryview) -> bool:
-        """Whether these are the bytes that were stored."""
-        return xxhash.xxh3_64_intdigest(content) == self.checksum
 
 
 def pack_bytes(sizes: Sequence[int]) -> int:
@@ -203,14 +199,14 @@ class PageStore:
         """
         found = [False] * len(keys)
         with self._reading:
-            begun: tuple[_Run, AlignedBuffer, Future[memoryview | None]] | None = None
-            # Each run is read while the one before it is verified.
+            begun: tuple[_Run, Future[dict[int, memoryview] | None]] | None = None
+            # Each run is read while the one before it is put.
             for number, run in enumerate([*self._runs(keys), None]):
                 earlier, begun = begun, None
                 if run is not None and self._usable(reading=True):
-                    buffer = self._in[number % 2]
-                    begun = run, buffer, self._reader.submit(self._read, run, buffer)
-                for place, content in self._verified(*earlier) if earlier is not None else ():
+                    begun = run, self._reader.submit(self._read, run, self._in[number % 2])
+                contents = {} if earlier is None else self._taken(*earlier)
+                for place, content in contents.items():
                     put(place, content)
                     found[place] = True
         return found
@@ -263,31 +259,22 @@ class PageStore:
             runs.append([(place, page)])
         return runs
 
-    def _verified(
-        self, run: _Run, buffer: AlignedBuffer, read: Future[memoryview | None]
-    ) -> Iterator[tuple[int, memoryview]]:
-        """What is whole of a run that is being read."""
-        pack, start, whole = run[0][1].pack, run[0][1].offset, dict[int, memoryview]()
-        for _ in range(2):
-            content = self._await(read, f"pack {pack} cannot be read", reading=True)
-            if content is None:
-                # A thread may still write to them.
-                self._in = AlignedBuffer(), AlignedBuffer()
-                self._give_up(pack)
-                return
-            parts = (
-                (place, page, content[page.offset - start :][: page.size]) for place, page in run
-            )
-            whole = {place: part for place, page, part in parts if page.is_whole(part)}
-            if len(whole) == len(run):
-                break
-            # What was read wrong once may be right on the disk.
-            read = self._reader.submit(self._read, run, buffer)
-        yield from whole.items()
-        if len(whole) < len(run):
-            logger.warning("pack %s fails a checksum and is removed; its pages are computed", pack)
-            self._give_up(pack)
-            self._writer.submit(self._remove, self._folder / pack)
+    def _taken(
+        self, run: _Run, read: Future[dict[int, memoryview] | None]
+    ) -> dict[int, memoryview]:
+        """What is whole of a run that is being read; its pack is given up unless all is."""
+        pack = run[0][1].pack
+        whole = self._await(read, f"pack {pack} cannot be read", reading=True)
+        if whole is not None and len(whole) == len(run):
+            return whole
+        self._give_up(pack)
+        if whole is None:
+            # A thread may still write to them.
+            self._in = AlignedBuffer(), AlignedBuffer()
+            return {}
+        logger.warning("pack %s fails a checksum and is removed; its pages are computed", pack)
+        self._writer.submit(self._remove, self._folder / pack)
+        return whole
 
     def _store(self, contents: Mapping[bytes, memoryview]) -> None:
         name = f"{secrets.token_hex(16)}{SUFFIX}"
@@ -359,22 +346,31 @@ class PageStore:
                 logger.warning("pack %s is not used: %s", pack, error)
                 self._give_up(pack)
 
-    def _read(self, run: _Run, buffer: AlignedBuffer) -> memoryview | None:
-        """The bytes of a run; None if another process has evicted it."""
+    def _read(self, run: _Run, buffer: AlignedBuffer) -> dict[int, memoryview] | None:
+        """What is whole of a run, by its place; None if another process has evicted it."""
         first, last = run[0][1], run[-1][1]
-        view = buffer.view(last.stop - first.offset)
+        view, whole = buffer.view(last.stop - first.offset), dict[int, memoryview]()
         flags = os.O_RDONLY | (os.O_DIRECT if self._direct else 0)
-        try:
-            with self._files.opened(self._folder / first.pack, flags) as descriptor:
-                self._files.read(descriptor, first.offset, view)
-                with contextlib.suppress(OSError):
-                    self._files.date(descriptor, time.time_ns())
-        except FileNotFoundError:
-            return None
-        except EOFError:
-            # It fails its checksums.
-            view[:] = bytes(len(view))
-        return view
+        # What was read wrong once may be right on the disk.
+        for _ in range(2):
+            try:
+                with self._files.opened(self._folder / first.pack, flags) as descriptor:
+                    self._files.read(descriptor, first.offset, view)
+                    with contextlib.suppress(OSError):
+                        self._files.date(descriptor, time.time_ns())
+            except FileNotFoundError:
+                return None
+            except EOFError:
+                return {}
+            parts = (view[page.offset - first.offset :][: page.size] for _, page in run)
+            whole = {
+                place: part
+                for (place, page), part in zip(run, parts, strict=True)
+                if xxhash.xxh3_64_intdigest(part) == page.checksum
+            }
+            if len(whole) == len(run):
+                break
+        return whole
 
     def _write(self, name: str, content: memoryview) -> bool:
         if not self._make_room(len(content)):
