@@ -24,7 +24,7 @@ WINDOW_TOKENS = 64
 # How many equal windows, in different segments or in one, are compared with a prompt, the oldest
 # first; text that occurs everywhere need not be found everywhere.
 SAME_WINDOWS = 4
-# A value is the number of a segment and, in these lower bits, that of a window.
+# A value is the `id` of a segment and, in these lower bits, the number of a window.
 _WINDOW_BITS = 32
 _WINDOW_MASK = (1 << _WINDOW_BITS) - 1
 # Windows are counted by so many lower bits of their keys.
@@ -82,8 +82,6 @@ class ContentIndex:
         # Nobody can send text whose windows all have one key.
         self._hashes = PrefixHashes()
         self._segments: dict[int, StoredSegment] = {}
-        self._numbers: dict[StoredSegment, int] = {}
-        self._last_number = 0
         # Nearly all windows have a key of their own: the values of others are in `_more`.
         self._first: dict[int, int] = {}
         self._more: dict[int, dict[int, None]] = {}
@@ -98,17 +96,16 @@ class ContentIndex:
         """Index the windows of a segment, if it is exact."""
         if segment.info.quality != EXACT or segment.info.num_tokens < WINDOW_TOKENS:
             return
-        self._last_number = number = self._last_number + 1
-        self._segments[number], self._numbers[segment] = segment, number
-        for value, key in self._windows_of(segment, number, 1):
+        self._segments[id(segment)] = segment
+        for value, key in self._windows_of(segment, 1):
             if self._first.setdefault(key, value) != value:
                 self._more.setdefault(key, {})[value] = None
 
     def discard(self, segment: StoredSegment) -> None:
         """Forget a segment, if it is there."""
-        if (number := self._numbers.pop(segment, None)) is None:
+        if self._segments.pop(id(segment), None) is None:
             return
-        for value, key in self._windows_of(segment, number, -1):
+        for value, key in self._windows_of(segment, -1):
             more = self._more.get(key, {})
             if self._first[key] != value:
                 del more[value]
@@ -119,7 +116,6 @@ class ContentIndex:
                 del self._first[key]
             if not more:
                 self._more.pop(key, None)
-        del self._segments[number]
 
     def find(
         self, namespace: str, tokens: Tokens, start: int = 0, *, only_ready: bool = True
@@ -167,14 +163,13 @@ class ContentIndex:
                 best = Run(position - before, span)
         return best
 
-    def _windows_of(
-        self, segment: StoredSegment, number: int, more: int = 0
-    ) -> list[tuple[int, int]]:
-        """Values and keys of the windows of a segment with this number; each is counted `more`."""
+    def _windows_of(self, segment: StoredSegment, more: int = 0) -> list[tuple[int, int]]:
+        """Values and keys of the windows of a segment; each is counted `more`."""
         info = segment.info
         keys = self._hashes.all_windows(info.namespace, info.tokens, WINDOW_TOKENS)[::WINDOW_TOKENS]
         np.add.at(self._counts, keys & _COUNTED, more)
-        return [((number << _WINDOW_BITS) + at, key) for at, key in enumerate(keys.tolist())]
+        first = id(segment) << _WINDOW_BITS
+        return [(first + at, key) for at, key in enumerate(keys.tolist())]
 
 
 def _equal(left: Tokens, right: Tokens) -> int:

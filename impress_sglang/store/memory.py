@@ -105,28 +105,23 @@ def _group_bytes(root: Path) -> Iterator[int]:
         _, controllers, path = line.split(":", 2)
         mounted = root / "sys/fs/cgroup"
         if controllers == "":
-            names = ("memory.max", "memory.current", "")
+            limit, usage, kind = "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):
             mounted /= "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+            limit, usage, kind = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
         else:
             continue
         # In a container the path may be the host's; then only the mounted root is there.
         group = mounted / path.lstrip("/")
         for folder in (group, *group.parents):
-            if (folder / names[0]).exists():
-                yield from _left_in(folder, *names)
+            most = (folder / limit).read_text().strip() if (folder / limit).exists() else "max"
+            if most != "max":
+                # The kernel frees file pages when memory is short; `MemAvailable` counts both
+                # kinds, too. Those of weights that were read twice are active.
+                lines = (folder / "memory.stat").read_text().splitlines()
+                stat = dict(line.split() for line in lines)
+                files = (stat.get(f"{kind}{own}_file", 0) for own in ("active", "inactive"))
+                used = int((folder / usage).read_text()) - sum(map(int, files))
+                yield int(most) - used
             if folder == mounted:
                 break
-
-
-def _left_in(folder: Path, limit_name: str, usage_name: str, prefix: str) -> Iterator[int]:
-    limit = (folder / limit_name).read_text().strip()
-    if limit == "max":
-        return
-    usage = int((folder / usage_name).read_text())
-    # The kernel frees file pages when memory is short; `MemAvailable` counts both kinds, too. Those
-    # of weights that were read twice are active.
-    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    files = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
-    yield int(limit) - usage + files

@@ -8,6 +8,7 @@ systems (6.1, 6.3); `as+h2o` loads all keys and important values.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 from impress_sglang.config import AUTO, AUTO_SHARE, EXACT_BITS, OFF, ImpressConfig
@@ -65,10 +66,7 @@ class Policy:
 
 def make_policy(config: ImpressConfig) -> Policy:
     """The policy that the configuration names."""
-
-    def score() -> ReplacementRule:
-        return ImportanceScore(config.half_life)
-
+    score = functools.partial(ImportanceScore, config.half_life)
     policies = (
         Policy("recompute", stores=False),
         Policy("as"),

@@ -42,9 +42,6 @@ from impress_sglang.store.stored import (
     StoredSpan,
 )
 
-# At how many places of a match, at which others branch off, states are looked for.
-_MOST_PLACES = 256
-
 
 class StoredTree:
     """Finds and keeps stored prefixes; not thread-safe, one thread owns it."""
@@ -105,20 +102,13 @@ class StoredTree:
         return StoredMatch(tuple(spans))
 
     def states_in(self, match: StoredMatch) -> Iterator[int]:
-        """How many tokens of a match are before each state that may be read now, the last first.
-
-        Only the last places are looked at: requests wait meanwhile.
-        """
+        """How many tokens of a match are before each state that may be read now, the last first."""
         now = time.time()
-        places = (
-            (span.segment, place)
-            for span in reversed(match.spans)
-            for place in sorted(span.segment.children, reverse=True)
-            if place <= span.segment.info.prefix_len + span.stop
-        )
-        for segment, place in itertools.islice(places, _MOST_PLACES):
-            if _state_at(segment, place, now):
-                yield place
+        for span in reversed(match.spans):
+            stop = span.segment.info.prefix_len + span.stop
+            for place in sorted(span.segment.children, reverse=True):
+                if place <= stop and _state_at(span.segment, place, now):
+                    yield place
 
     def state_behind(self, match: StoredMatch) -> tuple[StoredSpan, ...]:
         """The state where a match ends, if there is one that may be read now."""

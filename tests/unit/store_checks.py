@@ -109,9 +109,8 @@ def check_order(order: EvictionOrder, segments: list[StoredSegment]) -> None:
 def check_content(index: ContentIndex) -> None:
     """Its windows are those of its segments."""
     there = set[tuple[int, int]]()
-    assert {own: number for number, own in index._segments.items()} == index._numbers
-    for segment, number in index._numbers.items():
-        there.update(index._windows_of(segment, number))
+    for segment in index._segments.values():
+        there.update(index._windows_of(segment))
     more = [(value, key) for key, own in index._more.items() for value in own]
     found = [*((value, key) for key, value in index._first.items()), *more]
     assert len(set(found)) == len(found) and set(found) == there

@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from hypothesis import strategies as st
 
 from impress_sglang.serving.load_planner import LoadPlanner
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.store import tree as tree_module
 from impress_sglang.store.places import Places
 from impress_sglang.store.prefix_hashes import prefix_digest
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
@@ -118,8 +116,6 @@ def test_what_follows_a_match(tree: StoredTree, put: Put) -> None:
     tree.touch(tree.match("", as_tokens(P)))
     used = [own for own in tree.segments() if own.hits and own.last_access == tree.order.now]
     assert [own.segment_id for own in used] == ["a", "between"]
-    with mock.patch.object(tree_module, "_MOST_PLACES", 2):
-        assert ends([*P, 7, 8, 9]) == [(8, "behind", 2), (6, "between", 2)]
     late.state = SegmentState.SUSPECT
     assert ends([*P, 7, 8]) == [(6, "between", 2), (3, "inside", 2)]
     assert not tree.state_behind(tree.match("", as_tokens([*P, 7, 8])))
