@@ -209,18 +209,15 @@ class Quota:
         """Start removing stores of other models, or the oldest segments of a folder of this one,
         that no process serves; returns whether that is under way."""
         now = time.monotonic()
-
-        def may_be_free(path: Path) -> bool:
-            asked_at = self._served.get(path, -math.inf)
-            return path not in self._removing and now - asked_at > _LOCKED_SECONDS
-
         going = sum(self._others.get(path, 0) for path in self._removing)
-        for path in filter(may_be_free, reversed(self._others)):
-            if going < needed:
+        for path in [*reversed(self._others), *self._peers.folders]:
+            asked_at = self._served.get(path, -math.inf)
+            if path in self._removing or now - asked_at <= _LOCKED_SECONDS:
+                continue
+            if path in self._others and going < needed:
                 going += self._others[path]
                 self._removing[path] = self._worker.submit(remove_store, self._worker.files, path)
-        for path in filter(may_be_free, self._peers.folders):
-            if not self._removing:
+            elif path not in self._others and not self._removing:
                 self._removing[path] = self._worker.submit(self._peers.trim, path, needed)
         return bool(self._removing)
 

@@ -57,19 +57,6 @@ def digests(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     return calls_of(monkeypatch, places, "extended")
 
 
-def restored(segments: list[StoredSegment], parents: dict[str, str]) -> StoredTree:
-    tree = StoredTree()
-    for segment in segments:
-        segment.above = parents.get(segment.segment_id, "")
-    assert Places(tree).restore(segments) == ([], [])
-    check_tree(tree)
-    for segment in segments:
-        above = parents.get(segment.segment_id)
-        assert (segment.parent is None) == (not above)
-        assert segment.parent is None or segment.parent.segment_id == above
-    return tree
-
-
 def test_a_start_without_the_index_looks_at_each_token_a_few_times(digests: list[Call]) -> None:
     """Each segment is digested once more, in pieces; it was each path, once per known length."""
     segments, parents = conversations(200)
@@ -103,12 +90,14 @@ def test_a_wrong_parent_in_the_index_costs_nothing(wrong: str) -> None:
 
 
 def test_the_order_of_use_is_that_of_before() -> None:
-    segments, parents = conversations(3)
+    segments, _ = conversations(3)
     for segment, last_access in zip(segments, [5, 9, 2, 2, 2, *[3] * 10], strict=True):
         segment.last_access = last_access
 
-    tree = restored(segments, parents)
+    tree = StoredTree()
+    assert Places(tree).restore(segments) == ([], [])
 
+    check_tree(tree)
     names = [segment.segment_id for segment in tree.order]
     assert names[:3] == ["00000-4", "00000-3", "00000-2"], "what builds on others goes first"
     assert names[-2:] == ["00000-1", "00000-0"], "a use is one of all that it builds on"
