@@ -101,11 +101,6 @@ def _fill_pack(
     return found
 
 
-def _write_pack(files: FileSystem, path: Path, content: memoryview, *, direct: bool) -> None:
-    with publishing(files, path, direct=direct) as descriptor:
-        files.write(descriptor, 0, content)
-
-
 def _read_pack(files: FileSystem, path: Path, identity: bytes) -> dict[bytes, Page]:
     """The pages of a pack; `ValueError` if it is damaged, or of other weights."""
     preamble = bytearray(_PREAMBLE.size)
@@ -375,7 +370,9 @@ class PageStore:
     def _write(self, name: str, content: memoryview) -> bool:
         if not self._make_room(len(content)):
             return False
-        _write_pack(self._files, self._folder / name, content, direct=self._direct)
+        path = self._folder / name
+        with publishing(self._files, path, direct=self._direct) as descriptor:
+            self._files.write(descriptor, 0, content)
         self._held += len(content)
         return True
 
@@ -415,5 +412,6 @@ class PageStore:
 
     def _try_write(self) -> None:
         path = self._folder / f"probe{SUFFIX}"
-        _write_pack(self._files, path, AlignedBuffer().view(BLOCK_BYTES), direct=self._direct)
+        with publishing(self._files, path, direct=self._direct) as descriptor:
+            self._files.write(descriptor, 0, AlignedBuffer().view(BLOCK_BYTES))
         self._files.unlink(path)

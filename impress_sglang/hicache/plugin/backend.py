@@ -151,8 +151,7 @@ class ImpressStorage(HiCacheStorage):
         own = {name: value for name, value in extra.items() if name in _OPTIONS}
         self._options = ImpressConfig.from_options(own)
         self._told = storage_config
-        self._pools: dict[str, _Pool] = {}
-        self.host_pools: list[Any] = []
+        self.pools: dict[str, _Pool] = {}
         self._stats = StorageMetrics()
         if _noted is None:
             raise UnsupportedError(
@@ -193,8 +192,7 @@ class ImpressStorage(HiCacheStorage):
         alike = self._told.is_mla_model and host_pool_name != PoolName.MAMBA
         rank = "" if alike else f"{self._told.tp_rank}/{self._told.tp_size}"
         bits = self._bits if host_pool_name == PoolName.KV else None
-        self._pools[host_pool_name] = _Pool(host_pool, host_pool_name, rank, bits)
-        self.host_pools.append(host_pool)
+        self.pools[host_pool_name] = _Pool(host_pool, host_pool_name, rank, bits)
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         return self.batch_exists_v2(keys).kv_hit_pages
@@ -204,10 +202,10 @@ class ImpressStorage(HiCacheStorage):
     ) -> PoolTransferResult:
         if (pages := self._weights.pages) is None:
             return PoolTransferResult.empty()
-        count = pages.leading(self._pools[PoolName.KV].keys(keys))
+        count = pages.leading(self.pools[PoolName.KV].keys(keys))
         hits, ends = {PoolName.KV: count} if count else {}, set(range(1, count + 1))
         for transfer in pool_transfers or ():
-            has = pages.has(self._pools[transfer.name].keys(keys[:count]))
+            has = pages.has(self.pools[transfer.name].keys(keys[:count]))
             if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
                 last = has.index(False) if False in has else count
                 good = set(range(1, last + 1))
@@ -254,7 +252,7 @@ class ImpressStorage(HiCacheStorage):
         self._weights.detach()
 
     def _get(self, name: str, hashes: list[str], host_indices: Tensor | None) -> list[bool]:
-        own = self._pools[name]
+        own = self.pools[name]
         put = own.pool.set_from_flat_data_page
         return self._moved(
             own,
@@ -267,7 +265,7 @@ class ImpressStorage(HiCacheStorage):
         )
 
     def _set(self, name: str, hashes: list[str], host_indices: Tensor | None) -> list[bool]:
-        own = self._pools[name]
+        own = self.pools[name]
         page_at = own.pool.get_data_page
         return self._moved(
             own,
@@ -392,9 +390,9 @@ class Weights:
 
     def _is_empty(self) -> bool:
         allocator = self._scheduler.token_to_kv_pool_allocator
-        pools = () if self._backend is None else self._backend.host_pools
+        pools = {} if self._backend is None else self._backend.pools
         return allocator.available_size() == allocator.size and all(
-            pool.available_size() == pool.logical_size for pool in pools
+            own.pool.available_size() == own.pool.logical_size for own in pools.values()
         )
 
 
