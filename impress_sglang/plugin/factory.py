@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -68,8 +67,7 @@ def connected(
     # Kernels first: opening the store takes much memory.
     if make_policy(config).stores:
         warm_up(shape, device, codec)
-        plain = dataclasses.replace(shape, probe_kv_heads=())
-        self_test = check_kvs([runner, *drafts], layers, config, plain, codec)
+        self_test = check_kvs([runner, *drafts], layers, config.policy, shape, codec)
     warn_if_untested()
     hidden_size = runner.model_config.hidden_size
     service = service_class(config, shape, read_identity(), device, hidden_size, codec)

@@ -81,7 +81,7 @@ class _Given:
 def check_kvs(
     runners: Sequence[Any],
     layers: PoolLayers,
-    config: ImpressConfig,
+    policy: str,
     shape: KVShape,
     codec: Codec | None,
 ) -> float:
@@ -94,11 +94,11 @@ def check_kvs(
     check_plain()
     began = time.perf_counter()
     # Also where only codes are kept: what is exact shows every error.
-    shape = dataclasses.replace(shape, exact=True)
+    shape = dataclasses.replace(shape, exact=True, probe_kv_heads=())
     try:
         with tempfile.TemporaryDirectory(prefix="impress-self-test-") as folder:
             own = ImpressConfig(
-                ssd_dir=folder, policy=config.policy, device_gb=0.0, host_gb=0.0, min_free_gb=0.0
+                ssd_dir=folder, policy=policy, device_gb=0.0, host_gb=0.0, min_free_gb=0.0
             )
             device = layers(0)[0].device
             store = PrefixStore(own, "self-test", shape, device, FileSystem(), codec=codec)

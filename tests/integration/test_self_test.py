@@ -80,7 +80,7 @@ def run(
         runners += [SimpleNamespace(token_to_kv_pool=draft, model=Layers()) for draft in drafts]
         shape = layers.add(shape, drafts)
     assert layers.beyond == len(drafts)
-    return check_kvs(runners, layers, config, shape, plain_codec(shape))
+    return check_kvs(runners, layers, policy, shape, plain_codec(shape))
 
 
 @pytest.mark.parametrize("policy", ["impress", "as", "paper"])

@@ -11,7 +11,6 @@ from prometheus_client import CollectorRegistry
 from impress_sglang.serving.metrics import COUNTERS, GAUGES, PERIOD_SECONDS, PREFIX, ServingMetrics
 from impress_sglang.serving.report import (
     DECISIONS,
-    MOST_WORDS,
     SOURCES,
     RecentRequests,
     RequestTotals,
@@ -67,12 +66,6 @@ def test_prompts_are_told_apart_and_not_shown() -> None:
     again = RecentRequests()
     note(again)
     assert again.after(0)[0]["begins"] != first, "nobody can look a prompt up"
-
-
-def test_prompts_are_shown_to_who_wants_that() -> None:
-    recent = RecentRequests(show_prompts=True)
-    note(recent)
-    assert recent.after(0)[0]["words"] == PROMPT[:MOST_WORDS]
 
 
 LABELS = {"tp_rank": "0"}
