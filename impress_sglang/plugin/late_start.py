@@ -1,10 +1,7 @@
 """Late start: a pass begins while the last layers of its prefix are on their way.
 
-On an idle server, a request may be admitted when what is left of its job takes no longer than its
-own pass, which then waits for each layer. While others run it is not: they would
-wait for the drive with it. Nobody else shares the slots before they are filled. If a layer does not
-come, what the pass computes is dropped, its requests go back into the queue, as SGLang puts them
-there without room, and the slots leave the tree.
+See docs/design.md. While others run it does not: they would wait for the drive with it. Nobody else
+shares the slots before they are filled.
 """
 
 from __future__ import annotations

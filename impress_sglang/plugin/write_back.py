@@ -208,7 +208,7 @@ class WriteBack:
             if missing() <= 0:
                 return
             save.abandoned.set()
-            self._release(save)
+            self.release([save])
 
     def give_all_up(self) -> None:
         """Give all saves up."""
@@ -222,9 +222,12 @@ class WriteBack:
         return list(itertools.takewhile(lambda save: save.over, self._saves))
 
     def release(self, saves: Iterable[_Save]) -> None:
-        """Release the slots of saves that are over on all ranks."""
+        """Release the slots of saves that are over on all ranks, unless that was done."""
         for save in saves:
-            self._release(save)
+            if save in self._saves:
+                del self._saves[save]
+                self.writing_tokens -= save.locked
+                self._unlock(save)
 
     def finish(self) -> None:
         """Let accepted writes end: slots that they read are about to be given away."""
@@ -341,14 +344,7 @@ class WriteBack:
             return
         save.over = True
         if self._ranks.alone:
-            self._release(save)
-
-    def _release(self, save: _Save) -> None:
-        """Release the slots of a save, unless that was done."""
-        if save in self._saves:
-            del self._saves[save]
-            self.writing_tokens -= save.locked
-            self._unlock(save)
+            self.release([save])
 
 
 class QuerySampler:

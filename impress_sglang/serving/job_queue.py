@@ -1,15 +1,4 @@
-"""Which load jobs have slots, in which order, and until when.
-
-Jobs live from the room by which SGLang admits requests, and follow the order of its queue:
-
-  * A job that waits holds nothing. It gets slots when its request, and all before it in the queue,
-    would be admitted: what these need is set aside first.
-  * Requests for the same tokens share one job. What it brought is held until they are admitted, and
-    is evictable then as anything else.
-  * Requests behind one that waits for room may pass it for as long as it takes itself, so that
-    those for a prefix that is resident run together. Then none does until there is room.
-  * Whoever needs room that was promised gets it: first what is held for requests that cannot be
-    admitted yet, then the slots of jobs, the latest first.
+"""Which load jobs have slots, in which order, and until when: docs/design.md, under pressure.
 
 The scheduler's thread owns all of this; `plugin.slot_pool` is what it needs of SGLang.
 """

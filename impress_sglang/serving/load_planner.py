@@ -192,16 +192,10 @@ class LoadPlanner:
     ) -> Why:
         """Say what a prompt has, if anything, and why it lacks the rest, if that is long enough.
 
-        Args:
-            report: the report of its request so far; if it is not `admitted`, its prefix is what is
-                stored of it.
-            namespace: its namespace.
-            tokens: as far as a prefix may reach, int32 [n].
-            wanted: what its request asks for.
-            seen: how many of its first tokens were asked for often enough; None if not counted.
-            opened: False if it was sent back because its prefix could not be opened.
-            blend: why it does not blend, if it would accept that.
-            admitted: whether its request is admitted.
+        `report`: of its request so far; if that is not `admitted`, its prefix is what is stored of
+        it. `tokens`, int32 [n], as far as a prefix may reach; `seen` of them were asked for often
+        enough, None: not counted. `opened`: False if what was planned could not be read. `blend`:
+        why it does not blend, if it would accept that.
         """
         least, prefix = self._config.min_prefix_tokens, int(report["prefix_tokens"])
         if admitted:

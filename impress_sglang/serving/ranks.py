@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from impress_sglang.serving.load_jobs import JobState, LoadJob
@@ -133,17 +133,6 @@ class Agreed(NamedTuple):
     saves: Sequence[Any] = ()
 
 
-@dataclasses.dataclass(slots=True)
-class _Ballot:
-    """A vote of which nothing was done yet, what it is on, and how many passes ago it was."""
-
-    plans: Sequence[Any]
-    jobs: Sequence[LoadJob]
-    saves: Sequence[Any]
-    hear: Callable[[], Sequence[int]]
-    age: int = 0
-
-
 class Agreement:
     """The vote of each pass; the scheduler's thread owns it. A rank alone has the only vote."""
 
@@ -151,7 +140,9 @@ class Agreement:
         """`clock` returns seconds, of which those of rank 0 count."""
         self.ranks = ranks
         self._clock, self._now = clock, 0.0
-        self._ballot: _Ballot | None = None
+        # What a vote is on of which nothing was done yet, and how many passes ago it was.
+        self._ballot: tuple[Any, ...] | None = None
+        self._age = 0
 
     @property
     def is_open(self) -> bool:
@@ -176,22 +167,21 @@ class Agreement:
         that are over on this rank, up to the first one that is not.
         """
         if self._ballot is None:
-            hear = self._vote(list(wishes.values()), jobs, slow, len(saves))
-            self._ballot = _Ballot(list(wishes), jobs, saves, hear)
-        ballot = self._ballot
-        if self.ranks.batches > 1 and ballot.age < self.ranks.batches:
-            ballot.age += 1
+            numbers = self._votes(wishes.values(), jobs, slow, len(saves))
+            self._ballot, self._age = (list(wishes), jobs, saves, self.ranks.begin(numbers)), 0
+        if self.ranks.batches > 1 and self._age < self.ranks.batches:
+            self._age += 1
             return Agreed()
-        self._ballot = None
-        now, num_saves, *told = ballot.hear()
+        (plans, jobs, saves, hear), self._ballot = self._ballot, None
+        now, num_saves, *told = hear()
         self._now = now / _MICROSECONDS
         threes = zip(told[0::3], told[1::3], told[2::3], strict=True)
         agreed: dict[Any, Wish] = {}
-        for plan in ballot.plans:
+        for plan in plans:
             stop, loads, wait = next(threes)
             agreed[plan] = Wish(stop, bool(loads), None if wait < 0 else wait / _MICROSECONDS)
         ended, slower = list[LoadJob](), list[LoadJob]()
-        for job, (has_ended, is_whole, is_worth) in zip(ballot.jobs, threes, strict=True):
+        for job, (has_ended, is_whole, is_worth) in zip(jobs, threes, strict=True):
             if has_ended:
                 if not is_whole:
                     job.state = JobState.FAILED
@@ -201,16 +191,12 @@ class Agreement:
                 ended.append(job)
             elif not is_worth:
                 slower.append(job)
-        return Agreed(agreed, ended, slower, ballot.saves[:num_saves])
+        return Agreed(agreed, ended, slower, saves[:num_saves])
 
-    def _vote(
-        self,
-        wishes: Sequence[Wish],
-        jobs: Sequence[LoadJob],
-        slow: Collection[LoadJob],
-        saves: int,
-    ) -> Callable[[], Sequence[int]]:
-        """Vote on the time, saves, wishes, and jobs; see the module."""
+    def _votes(
+        self, wishes: Iterable[Wish], jobs: Iterable[LoadJob], slow: Collection[LoadJob], saves: int
+    ) -> list[int]:
+        """What this rank says of the time, saves, wishes, and jobs; see the module."""
         numbers = [self._decide(self._clock()), saves]
         for wish in wishes:
             loads = ANY if self.ranks.rank else int(wish.loads)
@@ -220,7 +206,7 @@ class Agreement:
             has_ended = job.done.is_set()
             is_whole = not has_ended or job.state is not JobState.FAILED
             numbers += [has_ended, is_whole, job not in slow]
-        return self.ranks.begin(numbers)
+        return numbers
 
     def _decide(self, seconds: float) -> int:
         """A time as rank 0 votes; the others leave it to that."""

@@ -45,7 +45,7 @@ READERS: dict[str, tuple[str, ...]] = {
         "serving.load_planner.LoadPlanner.usable",
         "serving.ranks.Agreement.__init__",
         "serving.ranks.Agreement.now",
-        "serving.ranks.Agreement._vote",
+        "serving.ranks.Agreement._votes",
     ),
     "its clock is that of the vote": ("serving.job_queue.JobQueue._has_waited",),
     "all ranks do the same, and each tells its own store of it": (
