@@ -266,7 +266,7 @@ def test_new_documents_of_a_blend_are_donors_once_they_are_asked_for_again(
 ) -> None:
     def exact_tokens() -> int:
         stored = world.service.store.tree.segments()
-        return sum(own.info.num_tokens for own in stored if not own.info.approximate)
+        return sum(own.info.num_tokens for own in stored if own.info.quality == EXACT)
 
     before = exact_tokens()
     world.run("r", [*shuffled(4, 3, 5, 6), *QUESTION], **ASKED)

@@ -228,6 +228,10 @@ class TreeWorld:
         """What the scheduler does once per pass."""
         self.cache.check_hicache_events()
 
+    def rest(self) -> None:
+        """Until nothing is loaded: the end of a job may come after the pass that waited for it."""
+        wait_until(lambda: not self.jobs.jobs or bool(self.poll()))
+
     def waits(self, req: Any) -> bool:
         return not self.cache.check_prefetch_progress(req.cache_request_handle)
 
@@ -325,6 +329,7 @@ class TreeWorld:
 
     def flush(self, empty_cache: bool = True) -> bool:
         """SGLang's, when it is idle."""
+        self.rest()
         assert not self.cache.has_pending_cache_operations()
         self.cache.reset()
         self.rows.clear()
@@ -346,10 +351,11 @@ class TreeWorld:
 
     def close(self) -> None:
         """Nothing runs, waits or is lost any more."""
+        self.rest()
         if self.service.in_use:
             self.service.store.writes.drain()
         self.check_slots()
-        assert not self.jobs.jobs and not self.jobs.waiters and not list(self.cache._known)
+        assert not self.jobs.waiters and not list(self.cache._known)
         self.cache.release_host_resources()
 
 
