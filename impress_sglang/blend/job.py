@@ -85,13 +85,12 @@ class BlendJob(LoadJob):
     spent: float = 0.0
     """Seconds of computing."""
 
+    groups: list[list[Run]] = dataclasses.field(default_factory=list)
+    """The runs by what is read at once, when it is read."""
+
     computes: ClassVar[bool] = True
     loads: ClassVar[bool] = True
     """Whether it is carried out, as a plan says."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._fills_done, self._groups = 0, list[list[Run]]()
 
     @property
     def spans(self) -> tuple[StoredSpan, ...]:
@@ -118,15 +117,12 @@ class BlendJob(LoadJob):
         if self.done.is_set():
             done = (self.position - self.start) / max(len(self), 1)
             return max(computing * (1.0 - done), 0.0)
-        if not self._fills_done or not self.began_at:
-            return None
-        left = max(len(self._groups), 1) * num_layers - self._fills_done
-        return left * (now - self.began_at) / self._fills_done + computing
+        left = super().seconds_left(max(len(self.groups), 1) * num_layers, now)
+        return None if left is None else left + computing
 
     def unread(self, num_layers: int) -> float:
         """See `LoadJob.unread`."""
-        fills = max(len(self._groups), 1) * num_layers
-        return 0.0 if self.done.is_set() else 1.0 - self._fills_done / fills
+        return super().unread(max(len(self.groups), 1) * num_layers)
 
     def begin_at(self, start: int) -> None:
         """See `LoadJob.begin_at`: what is resident now is not read, and what is gone is."""
@@ -147,8 +143,8 @@ class BlendJob(LoadJob):
 
     def open(self) -> WholeSource:
         """See `LoadJob.open`."""
-        self._groups = groups_of(self.runs, self.read_tokens)
-        if not self._groups:
+        self.groups = groups_of(self.runs, self.read_tokens)
+        if not self.groups:
             raise PrefixUnreadable("-", "nothing of it is left to read")
         return self._open(0)
 
@@ -156,8 +152,8 @@ class BlendJob(LoadJob):
         """See `LoadJob.bring`: all groups, one after the other."""
         ahead, opened = self.store.ahead, [source]
         try:
-            for number, group in enumerate(self._groups):
-                if number + 1 < len(self._groups):
+            for number, group in enumerate(self.groups):
+                if number + 1 < len(self.groups):
                     opened.append(self._open(number + 1))
                     ahead.wait(opened[-1])
                 slots, turn = self._placed(group)
@@ -169,12 +165,8 @@ class BlendJob(LoadJob):
             for own in opened:
                 self._close(own)
 
-    def note_layer(self) -> None:
-        """See `LoadJob.note_layer`; no pass may use it yet."""
-        self._fills_done += 1
-
     def _open(self, number: int) -> WholeSource:
-        return self.store.segments.open([run.span for run in self._groups[number]], exact=False)
+        return self.store.segments.open([run.span for run in self.groups[number]], exact=False)
 
     def _close(self, source: WholeSource) -> None:
         self.store.close_source(source)

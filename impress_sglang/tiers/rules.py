@@ -87,7 +87,8 @@ class ReplacementRule(abc.ABC):
 
     def record(self, ids: Ids, shares: Floats) -> None:
         """Count an access to distinct chunks, of which `shares` (0, 1] of the rows are wanted."""
-        self._rank(ids, self._count(ids, shares))
+        self._count(ids, shares)
+        self._rank(ids)
 
     def expect(self, ids: Ids, turns: Ids) -> None:
         """Note the int64 turns of requests that wait for distinct chunks; NOBODY: none does now."""
@@ -97,7 +98,7 @@ class ReplacementRule(abc.ABC):
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         """Let new chunks replace old ones: `ids` get the history of `sources`, and new shares."""
         self._copy(ids, sources, shares)
-        self._rank(ids, self._ranks(ids))
+        self._rank(ids)
 
     def forget(self, base: int, count: int) -> None:
         """Forget neighbouring chunks, whose ids may be given to others."""
@@ -109,13 +110,13 @@ class ReplacementRule(abc.ABC):
         """The present score of a chunk, in units of the rule; ordered like the priorities."""
 
     @abc.abstractmethod
-    def _count(self, ids: Ids, shares: Floats) -> Ids:
-        """Count an access; returns the priorities by the rule itself."""
+    def _count(self, ids: Ids, shares: Floats) -> None:
+        """Count an access."""
 
-    def _rank(self, ids: Ids, found: Ids) -> None:
-        """Give chunks these priorities, except those that are awaited."""
+    def _rank(self, ids: Ids) -> None:
+        """Give chunks their priorities, except those that are awaited."""
         held = self.priorities.take(ids)
-        self.priorities[ids] = np.where(held < _AWAITED, found, held)
+        self.priorities[ids] = np.where(held < _AWAITED, self._ranks(ids), held)
 
     def _ranks(self, ids: Ids) -> Ids:
         """The priorities of chunks by the rule itself."""
@@ -136,9 +137,8 @@ class LeastRecentlyUsed(ReplacementRule):
         """Requests since the last use, as a negative number."""
         return float(self._tables[0][chunk] - max(self._requests, 1))
 
-    def _count(self, ids: Ids, shares: Floats) -> Ids:
+    def _count(self, ids: Ids, shares: Floats) -> None:
         self._tables[0][ids] = max(self._requests, 1)
-        return self._ranks(ids)
 
 
 class LeastFrequentlyUsed(ReplacementRule):
@@ -151,9 +151,8 @@ class LeastFrequentlyUsed(ReplacementRule):
         """The number of uses."""
         return float(self._tables[0][chunk])
 
-    def _count(self, ids: Ids, shares: Floats) -> Ids:
+    def _count(self, ids: Ids, shares: Floats) -> None:
         self._tables[0][ids] += 1
-        return self._ranks(ids)
 
 
 class ImportanceScore(ReplacementRule):
@@ -187,14 +186,13 @@ class ImportanceScore(ReplacementRule):
         age = int(doublings[chunk]) - self._now
         return float(frequencies[chunk] * shares[chunk]) * 2.0**age
 
-    def _count(self, ids: Ids, shares: Floats) -> Ids:
+    def _count(self, ids: Ids, shares: Floats) -> None:
         averages, frequencies, doublings, accesses = self._tables
         now, average = self._now, averages.take(ids)
         accesses[ids] = counts = np.minimum(accesses.take(ids) + 1, MOST_ACCESSES)
         average += np.maximum(1.0 / counts, AVERAGE_WEIGHT) * (shares - average)
         frequency = np.ldexp(frequencies.take(ids), doublings.take(ids) - now) + 1.0
         averages[ids], frequencies[ids], doublings[ids] = average, frequency, now
-        return priorities_of(frequency * average, now)
 
     def _ranks(self, ids: Ids) -> Ids:
         averages, frequencies, doublings, _ = self._tables

@@ -30,9 +30,8 @@ class GivenPriorities(ReplacementRule):
     def score(self, chunk: int) -> float:
         return float(self.priorities[chunk]) / UNIT
 
-    def _count(self, ids: Ids, shares: Floats) -> Ids:
+    def _count(self, ids: Ids, shares: Floats) -> None:
         self._tables[0][ids] = shares * UNIT
-        return self._ranks(ids)
 
 
 class Bench:
