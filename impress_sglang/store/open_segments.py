@@ -122,18 +122,18 @@ class OpenSegments:
         if codes:
             pages = layout.codes[0]
             turns = turns_of(pages.num_pages, pages.page_tokens, ranges)
-            self._cache.expect(starts[:first_raw], turns)
+            self._cache.placement.expect(starts[:first_raw], turns)
         else:
             # Which chunks of reordered tokens have these is known only from the file.
             anywhere = info.reordered and ranges
             own = [(0, layout.num_tokens, ranges[-1][2])] if anywhere else ranges
             columns = starts[:first_raw, None] + layout.num_chunks * self._certain
             turns = turns_of(layout.num_chunks, layout.chunk_tokens, own)
-            self._cache.expect(columns.reshape(-1), turns)
+            self._cache.placement.expect(columns.reshape(-1), turns)
         if self._shape.raw_layers:
             pages = layout.rows
             turns = turns_of(pages.num_pages, pages.page_tokens, ranges)
-            self._cache.expect(starts[first_raw:], turns)
+            self._cache.placement.expect(starts[first_raw:], turns)
 
     @locked
     def cached_bytes(self, segment_id: str) -> npt.NDArray[np.int64]:

@@ -90,15 +90,6 @@ class ChunkCache:
         caches = (self.pages[tier].data_ptr() for tier in (Tier.HOST, Tier.DEVICE))
         return np.array([memory_address, *caches])
 
-    def expect(self, firsts: Ids, turns: Ids) -> None:
-        """Note that requests wait for runs of neighbouring chunks, with the same turns in each run.
-
-        `firsts` int64 [runs], the first id of each; `turns` int64 [chunks of a run], as for
-        `ReplacementRule.expect`.
-        """
-        ids = firsts[:, None] + np.arange(len(turns))
-        self.placement.expect(ids.reshape(-1), np.tile(turns, len(firsts)))
-
     def settle(self, access: Access, loaded: Ids, addresses: Indices) -> Fence | None:
         """Carry out the moves, before the next access; waits for nothing.
 
@@ -127,10 +118,6 @@ class ChunkCache:
                 self.copier.copy(sources[cached], kept)
                 sources[cached] = kept
             return self.copier.copy(sources, targets)
-
-    def abandon(self, access: Access) -> None:
-        """Give up an access whose read failed: chunks that were to move are in no cache then."""
-        self.placement.drop(access.moves.chunks)
 
     def close(self) -> None:
         """Free the memory; nothing can be read or placed any more."""

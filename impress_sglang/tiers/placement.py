@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import threading
 
 import numpy as np
@@ -78,43 +79,34 @@ class Access:
 class IdRanges:
     """Ranges of ids that are handed out and given back; the lowest gap that fits is used.
 
-    `starts` and `lengths`, int64, are the gaps of free ids, ascending, no two of them adjacent; the
-    last one has no end. Each call is one pass of NumPy over the gaps.
+    Each call is one pass of NumPy over the gaps.
     """
 
     def __init__(self) -> None:
         """Begin with all ids free."""
-        self.starts, self.lengths = np.zeros(1, np.int64), np.array([_NEVER])
+        self.gaps = np.array([[0, _NEVER]])
+        """int64 [gaps, 2], ascending: where each begins and ends; the last one has no end."""
 
     def take(self, size: int) -> int:
         """Take `size` neighbouring ids; returns the first."""
-        at = int((self.lengths >= size).argmax())
-        base = int(self.starts[at])
-        self.starts[at] += size
-        self.lengths[at] -= size
-        if not self.lengths[at]:
-            self._delete(at)
+        gap = self.gaps[(self.gaps[:, 1] - self.gaps[:, 0] >= size).argmax()]
+        base = int(gap[0])
+        gap[0] += size
+        if gap[0] == gap[1]:
+            self.gaps = self.gaps[self.gaps[:, 0] < self.gaps[:, 1]]
         return base
 
     def give(self, base: int, size: int) -> None:
         """Give `size` ids from `base` on back."""
-        at = int(self.starts.searchsorted(base))
         stop = base + size
-        before = self.starts[at - 1] + self.lengths[at - 1] if at else -1
-        assert before <= base and stop <= self.starts[at], "an id is free twice"
-        if before == base:
-            at -= 1
-            base = int(self.starts[at])
-            self._delete(at)
-        if self.starts[at] == stop:
-            self.lengths[at] += stop - base
-            self.starts[at] = base
-        else:
-            self.starts = np.insert(self.starts, at, base)
-            self.lengths = np.insert(self.lengths, at, stop - base)
-
-    def _delete(self, at: int) -> None:
-        self.starts, self.lengths = np.delete(self.starts, at), np.delete(self.lengths, at)
+        # Those that touch it become one with it.
+        first = int(self.gaps[:, 1].searchsorted(base))
+        last = int(self.gaps[:, 0].searchsorted(stop, "right"))
+        touched = self.gaps[first:last].tolist()
+        assert all(end == base or begin == stop for begin, end in touched), "an id is free twice"
+        joined = sorted([base, stop, *itertools.chain.from_iterable(touched)])
+        gaps = self.gaps[:first], [[joined[0], joined[-1]]], self.gaps[last:]
+        self.gaps = np.concatenate(gaps)
 
 
 class Placement:
@@ -205,9 +197,14 @@ class Placement:
         self._rule.advance()
 
     @locked
-    def expect(self, ids: Ids, turns: Ids) -> None:
-        """Note that requests wait for chunks, or no longer do: see `ReplacementRule.expect`."""
-        self._rule.expect(ids, turns)
+    def expect(self, firsts: Ids, turns: Ids) -> None:
+        """Note that requests wait for runs of neighbouring chunks, with the same turns in each run,
+        or no longer do: see `ReplacementRule.expect`.
+
+        `firsts` int64 [runs], the first id of each; `turns` int64 [chunks of a run].
+        """
+        ids = (firsts[:, None] + np.arange(len(turns))).reshape(-1)
+        self._rule.expect(ids, np.tile(turns, len(firsts)))
         heaps.note_falls(self._caches.heaps, ids, self._caches.tiers.take(ids))
 
     @locked

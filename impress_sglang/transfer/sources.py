@@ -214,7 +214,7 @@ class StoredSource(abc.ABC):
             self._settle(access, chunks, np.concatenate(begins), buffer.memory)
         except BaseException:
             # The placement assumes bytes that were not copied.
-            self._cache.abandon(access)
+            self._cache.placement.drop(access.moves.chunks)
             raise
         self._count(wanted, [len(own) for own in missing], access)
         return blocks

@@ -56,9 +56,9 @@ def check_placement(placement: Placement) -> None:
 def owned_ids(ids: IdRanges, size: int) -> Flags:
     """Which of the first `size` ids are handed out."""
     found = np.ones(size, np.bool_)
-    for base, length in zip(ids.starts.tolist(), ids.lengths.tolist(), strict=True):
-        assert found[base : base + length].all()
-        found[base : base + length] = False
+    for begin, end in ids.gaps.tolist():
+        assert found[begin:end].all()
+        found[begin:end] = False
     return found
 
 
