@@ -40,22 +40,6 @@ class Kind(enum.IntEnum):
     """It is stored behind other tokens; it is computed while its KVs are among the most deviant."""
 
 
-@dataclasses.dataclass(slots=True)
-class BlendNotes:
-    """Why a request that accepts it does not blend, if some of its text is stored.
-
-    `declined`: whether it goes on without, whatever is found.
-    """
-
-    why: Detail | None = None
-    declined: bool = False
-
-    def decline(self, why: Detail) -> None:
-        """Let the request go on as if there were no blending."""
-        self.declined = True
-        self.why = self.why or why
-
-
 @dataclasses.dataclass(eq=False, kw_only=True)
 class BlendJob(LoadJob):
     """A load job for a prefix of which some runs are stored, each behind other tokens."""

@@ -23,6 +23,7 @@ from impress_sglang.serving.load_planner import LoadPlanner
 from impress_sglang.serving.ranks import ALONE, Ranks
 from impress_sglang.serving.report import NO_ESTIMATE, new_report, split_again
 from impress_sglang.serving.service import Service
+from impress_sglang.serving.why import Detail
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.identity import weights_digest
 from impress_sglang.store.policies import LoadOptions
@@ -67,7 +68,8 @@ class Known(Waiter):
     early: LoadJob | None = None  # the job whose last layers its pass waits for
     gated: float = 0.0  # seconds for which its pass waited for these
     disturbed: bool = False  # the time of its pass says nothing of what computing takes
-    blend: Any = None  # what is known of its blending (`blend.job.BlendNotes`), if anything
+    why_no_blend: Detail | None = None  # if some of its text is stored, and it accepts it
+    blends: bool = True  # it may; False: it goes on without, whatever is found
 
     @property
     def space(self) -> tuple[str | None, str | None]:
@@ -277,7 +279,7 @@ class KnownRequests:
             known.wanted,
             seen=known.seen or 0 if service.config.write_after > 1 else None,
             opened=not known.declined,
-            blend=None if known.blend is None else known.blend.why,
+            blend=known.why_no_blend,
         )
         length = report["prefix_tokens"]
         if not known.req.output_ids:

@@ -199,7 +199,7 @@ class PrefixLoads:
         for known in self._known.values():
             known.planned = False
             # What was found in a store ends with it.
-            known.blend = None
+            known.why_no_blend, known.blends = None, True
         self._planned.clear()
         self.jobs.drop_all()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from impress_sglang.blend.job import BlendJob, BlendNotes
+from impress_sglang.blend.job import BlendJob
 from impress_sglang.blend.planner import BlendPlanner
 from impress_sglang.blend.plugin.steps import BLOCK_TOKENS, BlendSteps
 from impress_sglang.cost import RequestLengths
@@ -17,7 +17,7 @@ from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.prefix_loads import PrefixLoads
 from impress_sglang.plugin.write_back import WriteBack
 from impress_sglang.serving.load_jobs import JobState, LoadJob
-from impress_sglang.serving.why import Reason
+from impress_sglang.serving.why import Detail, Reason
 from impress_sglang.storage.segment import Tokens
 
 logger = logging.getLogger(__name__)
@@ -58,17 +58,13 @@ class BlendLoads(PrefixLoads):
 
     def _plan_of(self, known: Known, tokens: Tokens, resident: int) -> Any:
         usual = super()._plan_of(known, tokens, resident)
-        notes = known.blend = known.blend or BlendNotes()
-        if notes.declined:
+        if not known.blends:
             return usual
         request = known.namespace, known.space, tokens, resident
         otherwise = usual if usual is not None and usual.loads else None
         found = self.planner.plan(*request, otherwise, known.kv_class, known.wanted.blend)
-        if isinstance(found, BlendJob):
-            notes.why = None
-            return found
-        notes.why = found
-        return usual
+        known.why_no_blend = None if isinstance(found, BlendJob) else found
+        return found if isinstance(found, BlendJob) else usual
 
     def poll(self, saves: WriteBack) -> None:
         """See `PrefixLoads.poll`; between two passes, a block of a blend is computed."""
@@ -99,7 +95,7 @@ class BlendLoads(PrefixLoads):
 
     def _decline(self, known: Known, job: LoadJob) -> None:
         if isinstance(job, BlendJob):
-            known.blend.decline(job.why or (Reason.NOT_OPENED, ""))
+            _decline_blend(known, job.why or (Reason.NOT_OPENED, ""))
         else:
             super()._decline(known, job)
 
@@ -109,7 +105,7 @@ class BlendLoads(PrefixLoads):
             return
         for known in job.waiters:
             # It may load a prefix without blending.
-            known.blend.decline((Reason.BLEND_SLOWER, ""))
+            _decline_blend(known, (Reason.BLEND_SLOWER, ""))
             known.planned = False
         self.jobs.give_up(job)
 
@@ -138,6 +134,10 @@ class BlendLoads(PrefixLoads):
             job.why = Reason.BLEND_TOO_LONG, f"{job.spent:.1f} of {most:g} s"
             return JobState.FAILED
         return None
+
+
+def _decline_blend(known: Known, why: Detail) -> None:
+    known.blends, known.why_no_blend = False, known.why_no_blend or why
 
 
 def is_out_of_memory(error: BaseException) -> bool:
