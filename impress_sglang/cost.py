@@ -84,15 +84,14 @@ class _Solution(NamedTuple):
 class Cost:
     """What something of the size (x, y) takes: a * x + b * y seconds; one thread observes.
 
-    The rates follow from a least squares fit of relative errors, so that short times count as much
-    as long ones, over octaves of sizes, which count as much each. Unknowns are in seconds of the
-    first guess, so that numbers are near one.
+    The rates follow from a least squares fit of relative errors over octaves of sizes, which count
+    as much each. Unknowns are in seconds of the first guess, so that numbers are near one.
 
-    With a floor, little takes as long as a little more. Such is a pass of a model on a GPU: it
-    reads all weights and starts all kernels in any case, and computes meanwhile. Nothing takes
-    longer than what is larger: where an octave did, as one that a compiler disturbed, the times of
-    larger ones stand for it. Octaves that take `LONGER` times as long as the shortest one show the
-    rates; without such, the others say themselves what their like takes.
+    With a floor, little takes as long as a little more, as a pass of a model on a GPU, which reads
+    all weights in any case. Nothing takes longer than what is larger: where an octave did, as one
+    that a compiler disturbed, the times of larger ones stand for it. Octaves that take `LONGER`
+    times as long as the shortest one show the rates; without such, the others say themselves what
+    their like takes.
     """
 
     def __init__(

@@ -40,10 +40,9 @@ _T = TypeVar("_T", bound=np.generic)
 
 
 def grown(table: npt.NDArray[_T], size: int) -> npt.NDArray[_T]:
-    """A table with an entry per chunk, extended by zeros to `size` entries.
+    """A table with an entry per chunk, extended by zeros to `size` entries where it is.
 
-    Memory is taken only where an entry is written: until then entries cost nothing. They stay where
-    they are and are shared with the shorter table. They are copied only if there is no reserved
+    Memory is taken only where an entry is written. Entries are copied only if there is no reserved
     space left, or the system grants none (`vm.overcommit_memory=2`).
     """
     needed = size * table.itemsize
@@ -63,10 +62,9 @@ class ReplacementRule(abc.ABC):
     """Counts accesses to chunks in tables by id, where new chunks have 0, and ranks them.
 
     By the rule itself, priorities are int64 below 2**62; a chunk that was never accessed has 0, any
-    other more. They change only when chunks are accessed: ageing gives higher priorities to later
-    accesses. Chunks that requests wait for are worth more than all others, and of two such chunks
-    the one with the earlier turn: the optimal rule (Belady) keeps what is needed soonest, and the
-    queue is all that is known of the future.
+    other more. They change only when chunks are accessed. Chunks that requests wait for are worth
+    more than all others, and of two such chunks the one with the earlier turn: the optimal rule
+    (Belady) keeps what is needed soonest, and the queue is all that is known of the future.
     """
 
     def __init__(self, *dtypes: type[np.generic]) -> None:
@@ -158,15 +156,13 @@ class LeastFrequentlyUsed(ReplacementRule):
 class ImportanceScore(ReplacementRule):
     """IMPRESS 4.4.2: access frequency x moving average of the share of important rows.
 
-    The paper does not say how a frequency decays. Here all counts are halved every `half_life`
-    requests (0: never, the paper's plain count). This is done by forward decay (Cormode et al.,
-    ICDE 2009): instead of halving old counts, new ones weigh twice as much, so the order of chunks
-    needs no upkeep. Weights grow in steps and not with every request: otherwise chunks of equally
-    popular prefixes would differ by recency alone, and displace each other in turn.
+    Here all counts are halved every `half_life` requests (0: never, the paper's plain count), by
+    forward decay (Cormode et al., ICDE 2009): new ones weigh twice as much instead, so the order of
+    chunks needs no upkeep. Weights grow in steps and not with every request: otherwise chunks of
+    equally popular prefixes would differ by recency alone, and displace each other in turn.
 
-    A frequency is kept in units of the weight that an access had when the chunk was last accessed,
-    and a priority has the number of doublings in its exponent (`priorities_of`). So neither leaves
-    its range, however long a server runs.
+    A frequency is in units of the weight that an access had when the chunk was last accessed, and
+    a priority has the number of doublings in its exponent: neither leaves its range.
     """
 
     def __init__(self, half_life: float) -> None:
