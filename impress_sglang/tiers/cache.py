@@ -60,7 +60,7 @@ class ChunkCache:
         self.copy_stream = CopyStream(device)
         """Moves chunks; readers on the device call `join` before and `note_reading` after."""
         self.copier = PageCopier(page_bytes, device, kernels=on_gpu)
-        """Copies pages from and to the slabs."""
+        """Copies pages from and to the caches."""
 
     def _allocate(self, count: int, device: torch.device, *, pin: bool) -> Tensor:
         """Allocate pages on a device; `pin` those of the host, for an accelerator to read."""
