@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from impress_sglang.codes.rotation import KeyRotation
-from impress_sglang.cost import Estimate
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.loops.types import Flags, Float32s, Uint8s
 from impress_sglang.serving.load_jobs import AfterFill, FillLayer, LoadJob
@@ -46,8 +45,6 @@ class BlendJob(LoadJob):
 
     rotation: KeyRotation
     """Turns the model's keys."""
-    estimate: Estimate
-    """How long blending it takes."""
     runs: tuple[Run, ...]
     """What is read, in the order of the prompt, from the first token that is not resident."""
     kinds: Uint8s
@@ -73,8 +70,6 @@ class BlendJob(LoadJob):
     """The runs by what is read at once, when it is read."""
 
     computes: ClassVar[bool] = True
-    loads: ClassVar[bool] = True
-    """Whether it is carried out, as a plan says."""
 
     @property
     def spans(self) -> tuple[StoredSpan, ...]:

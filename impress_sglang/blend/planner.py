@@ -17,7 +17,7 @@ from impress_sglang.config import AUTO, AUTO_SHARE, OFF
 from impress_sglang.cost import Estimate, RequestLengths, most_of
 from impress_sglang.loops.types import Uint8s
 from impress_sglang.serving.kv_class import KVClass
-from impress_sglang.serving.load_planner import LoadPlan
+from impress_sglang.serving.load_jobs import LoadJob
 from impress_sglang.serving.service import Service
 from impress_sglang.serving.why import Detail, Reason
 from impress_sglang.storage.segment import Tokens
@@ -60,7 +60,7 @@ class BlendPlanner:
         space: tuple[str | None, str | None],
         tokens: Tokens,
         resident_len: int,
-        usual: LoadPlan | None,
+        usual: LoadJob | None,
         own: KVClass,
         blend: float | str,
     ) -> BlendJob | Detail | None:
@@ -151,7 +151,7 @@ class BlendPlanner:
             read_tokens=self._read_tokens,
         )
 
-    def _too_slow(self, estimate: Estimate, usual: LoadPlan | None) -> Detail | None:
+    def _too_slow(self, estimate: Estimate, usual: LoadJob | None) -> Detail | None:
         """Why a blend that takes as long as estimated is refused; None if it is not."""
         most = self._config.blend_seconds
         if estimate.compute > most:

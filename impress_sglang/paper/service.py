@@ -6,10 +6,9 @@ import dataclasses
 from typing import Any
 
 from impress_sglang.config import AUTO
-from impress_sglang.cost import START_SECONDS_PER_LOADED, Cost, RequestLengths
+from impress_sglang.cost import START_SECONDS_PER_LOADED, Cost, Estimate, RequestLengths
 from impress_sglang.paper.scores import retained_tokens
 from impress_sglang.paper.store import PartStore
-from impress_sglang.serving.load_planner import LoadPlan
 from impress_sglang.serving.service import Service
 from impress_sglang.store.policies import LoadOptions
 from impress_sglang.store.stored import StoredMatch
@@ -18,6 +17,24 @@ from impress_sglang.store.stored import StoredMatch
 START_SECONDS_PER_SCORED = 1e-8
 # Retentions that auto chooses from, besides its floor.
 RETENTIONS = (1.0, 0.75, 0.5, 0.35)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PartPlan:
+    """Stored tokens that may be loaded: those of `match` from `start` on.
+
+    `loads`: whether that is estimated to be at least as fast as computing them.
+    """
+
+    match: StoredMatch
+    start: int
+    estimate: Estimate
+    loads: bool
+
+    @property
+    def stop(self) -> int:
+        """Where the stored tokens end."""
+        return self.match.num_tokens
 
 
 class LoadCosts:
@@ -67,7 +84,7 @@ class PartService(Service):
 
     def plan(
         self, match: StoredMatch, resident_len: int, num_tokens: int, wanted: LoadOptions
-    ) -> LoadPlan | None:
+    ) -> PartPlan | None:
         """Plan how a prompt of `num_tokens` tokens, of which `resident_len` are in SGLang's tree,
         would use its stored prefix; None if it would not.
 
@@ -96,7 +113,7 @@ class PartService(Service):
             if not found.unhidden():
                 break
         loads = self.config.load == "always" or found.loads_faster()
-        return LoadPlan(match, resident_len, found, loads)
+        return PartPlan(match, resident_len, found, loads)
 
     def reorder(self) -> dict[str, int]:
         """See `Service.reorder`."""
@@ -111,6 +128,6 @@ class PartService(Service):
         return {**super().summary(), "reorder": reorders}
 
 
-def tokens_used(plan: LoadPlan) -> int:
+def tokens_used(plan: PartPlan) -> int:
     """k: how many of the stored tokens of a plan each layer uses."""
     return retained_tokens(plan.stop - plan.start, plan.estimate.retention)

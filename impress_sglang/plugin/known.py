@@ -18,7 +18,7 @@ from impress_sglang.plugin.tree_nodes import match_resident
 from impress_sglang.serving.custom_params import TRUNCATED_KEY, load_options_of, params_of
 from impress_sglang.serving.job_queue import Waiter
 from impress_sglang.serving.kv_class import KVClass, marked
-from impress_sglang.serving.load_jobs import LoadJob
+from impress_sglang.serving.load_jobs import LoadJob, Space
 from impress_sglang.serving.load_planner import LoadPlanner
 from impress_sglang.serving.ranks import ALONE, Ranks
 from impress_sglang.serving.report import NO_ESTIMATE, new_report, split_again
@@ -72,7 +72,7 @@ class Known(Waiter):
     blends: bool = True  # it may; False: it goes on without, whatever is found
 
     @property
-    def space(self) -> tuple[str | None, str | None]:
+    def space(self) -> Space:
         """What keeps its prompt apart in SGLang's tree, its class included."""
         return self.req.extra_key, self.req.cache_salt
 
@@ -117,7 +117,8 @@ class KnownRequests:
         packed, states = layers.packed, layers.states is not None
         window = packed.window if packed is not None else 0
         rest = self.cache.page_size, layers.beyond, packed
-        self.planner = LoadPlanner(self.service, *rest, states=states)
+        pairs = self.cache.tree_core.is_eagle
+        self.planner = LoadPlanner(self.service, *rest, states=states, pairs=pairs)
         self.allocation = Allocation(self.cache, window, states=states)
         self.provenance = Provenance(len(keys), keys.device)
 

@@ -17,13 +17,11 @@ from impress_sglang.plugin.tree_nodes import match_resident
 from impress_sglang.plugin.write_back import WriteBack
 from impress_sglang.serving.job_queue import JobQueue
 from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob
-from impress_sglang.serving.load_planner import LoadPlan
 from impress_sglang.serving.ranks import Agreement, Wish
 from impress_sglang.serving.report import estimate_fields
 from impress_sglang.serving.scheduling import QueueOrder, Serving
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.losses import Cause
-from impress_sglang.store.stored import StoredMatch
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +35,10 @@ SAVES_EVERY = 8
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Planned:
-    """What this rank would load for a request of which so many tokens are `resident`."""
+    """What this rank would load for a request."""
 
     known: Known
-    tokens: Tokens
-    resident: int
-    plan: Any
+    job: LoadJob | None
     wish: Wish
 
 
@@ -84,46 +80,36 @@ class PrefixLoads:
             return
         known.found = resident = match_resident(self._cache, key).device_prefix_len
         tokens = as_tokens(key.raw_token_ids())
-        plan, wish, left = self._plan_of(known, tokens, resident), Wish(), len(tokens) - resident
-        if plan is not None:
+        job, wish, left = self._plan_of(known, tokens, resident), Wish(), len(tokens) - resident
+        if job is not None:
             patience = self._service.estimator.computing_seconds(resident, left)
-            wish = Wish(plan.stop, plan.loads, patience)
-        planned = _Planned(known, tokens, resident, plan, wish)
+            wish = Wish(job.stop, job.loads, patience)
+        planned = _Planned(known, job, wish)
         if self._alone:
             self._begin(planned, wish)
         elif left >= self._least:
             self._planned[req.rid] = planned
 
-    def _plan_of(self, known: Known, tokens: Tokens, resident: int) -> Any:
-        return self._planner.plan(known.namespace, tokens, resident, known.kv_class)
+    def _plan_of(self, known: Known, tokens: Tokens, resident: int) -> LoadJob | None:
+        own = known.kv_class
+        return self._planner.plan(known.namespace, known.space, tokens, resident, own)
 
     def _begin(self, planned: _Planned, wish: Wish) -> None:
         """Do what was planned, as far as all ranks wish it: join or begin a job."""
-        known, plan = planned.known, planned.plan
-        if plan is None or wish.stop - planned.resident < self._least:
+        known, job = planned.known, planned.job
+        if job is None or wish.stop - job.start < self._least:
             return
-        known.report.update(estimate_fields(plan.estimate, loads=wish.loads))
+        known.report.update(estimate_fields(job.estimate, loads=wish.loads))
         if not wish.loads:
             # Otherwise what is not loaded because reads were slow would never be loaded again.
-            self._loader.measure(self._service.store, plan.spans[:1], exact=known.kv_class.exact)
+            self._loader.measure(job.store, job.spans[:1], exact=known.kv_class.exact)
             return
-        if isinstance(plan, LoadPlan) and wish.stop < plan.stop:
-            # What was estimated is for all of them.
-            match = StoredMatch(plan.match.slice(0, wish.stop))
-            plan = dataclasses.replace(plan, match=match, behind=self._planner.behind(match))
-        self._service.store.tree.touch(plan.match)
-        self._service.lookahead.wait(known.rid, plan.spans)
+        if wish.stop < job.stop:
+            job = self._planner.cut(job, wish.stop)
+        job.store.tree.touch(job.match)
+        self._service.lookahead.wait(known.rid, (*job.spans, *job.behind))
         known.patience = wish.patience
-        known.stored, known.io = plan.stop, plan.estimate.io
-        if isinstance(plan, LoadPlan):
-            # Keys of EAGLE's trees are of pairs of tokens.
-            beyond, own = int(self._cache.tree_core.is_eagle), known.kv_class
-            store, tokens = self._service.store, planned.tokens[: plan.stop + beyond]
-            job = LoadJob(
-                store, own, known.space, tokens, plan.match, plan.start, beyond, plan.behind
-            )
-        else:
-            job = plan
+        known.stored, known.io = job.stop, job.estimate.io
         self.jobs.join(known, job)
 
     def poll(self, saves: WriteBack) -> None:

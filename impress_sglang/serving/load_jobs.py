@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.config import EXACT_BITS
+from impress_sglang.cost import Estimate
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.storage.segment import Tokens
@@ -51,6 +52,7 @@ class JobState(enum.Enum):
     """It was given up before all layers were there."""
 
 
+Space: TypeAlias = tuple[str | None, str | None]
 AfterFill: TypeAlias = Callable[[Tensor], None]
 """Changes a layer's pool of keys, in slots that were just filled."""
 FillLayer: TypeAlias = Callable[[int, WholeSource, Tensor, "AfterFill | None"], None]
@@ -73,6 +75,7 @@ class LoadJob:
         match: what is stored of these tokens, from the first.
         behind: the stored state where they end, if there are states.
         start: the first token; until the job is loading, what was resident when it was planned.
+        estimate: what it takes, as planned; `loads`: that is not slower than computing.
         beyond: how many more tokens its key in SGLang's tree has.
         waiters: requests that wait for it, as in `job_queue`; who began it comes first.
         target: int64 [stop - start], the slots that are filled.
@@ -85,12 +88,14 @@ class LoadJob:
 
     store: PrefixStore
     kv_class: KVClass
-    space: tuple[str | None, str | None]
+    space: Space
     tokens: Tokens
     match: StoredMatch
     start: int
+    estimate: Estimate
     beyond: int = 0
     behind: tuple[StoredSpan, ...] = ()
+    loads: bool = True
     waiters: list[Any] = dataclasses.field(default_factory=list)
     target: Tensor | None = None
     rows: Tensor | None = None

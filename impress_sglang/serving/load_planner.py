@@ -15,6 +15,7 @@ from typing import Any
 
 from impress_sglang.cost import Estimate, RequestLengths, most_of
 from impress_sglang.serving.kv_class import KVClass
+from impress_sglang.serving.load_jobs import LoadJob, Space
 from impress_sglang.serving.service import Service
 from impress_sglang.serving.why import Detail, Reason, Why, hit_of, say, sentence_of
 from impress_sglang.storage.quality import ANYTHING, Quality
@@ -22,32 +23,6 @@ from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.policies import LoadOptions
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSpan
 from impress_sglang.transfer.filling import PackedLayers
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LoadPlan:
-    """Stored tokens that may be loaded: those of `match` from `start` on, which are whole pages.
-
-    `behind`: the state where they end, if there are states.
-    `loads`: whether that is estimated to be at least as fast as computing them.
-    """
-
-    match: StoredMatch
-    start: int
-    estimate: Estimate
-    loads: bool
-    behind: tuple[StoredSpan, ...] = ()
-
-    @property
-    def stop(self) -> int:
-        """Where the stored tokens end."""
-        return self.match.num_tokens
-
-    @property
-    def spans(self) -> tuple[StoredSpan, ...]:
-        """What is loaded: stored tokens, and the state behind them."""
-        return (*self.match.slice(self.start, self.stop), *self.behind)
-
 
 _UNREADY = {
     SegmentState.PENDING: Reason.BEING_WRITTEN,
@@ -67,14 +42,16 @@ class LoadPlanner:
         packed: PackedLayers | None = None,
         *,
         states: bool = False,
+        pairs: bool = False,
     ) -> None:
         """`page_size`: of SGLang's pool; prefixes are used in whole pages.
 
         `beyond`: how many tokens behind a slot's own its KVs depend on; they are stored as those of
         the last of these, so that prompts share none where they part. `packed` are the layers
-        behind those of the pool. `states`: whether prefixes must have one where they end.
+        behind those of the pool. `states`: whether prefixes must have one where they end. `pairs`:
+        whether keys of SGLang's tree are of pairs of tokens, as with EAGLE.
         """
-        self.states = states
+        self.states, self._pairs = states, pairs
         self._service = service
         self._config = service.config
         self._page_size = page_size
@@ -119,23 +96,31 @@ class LoadPlanner:
         return self._service.store.tree.state_behind(match) if self.states else ()
 
     def plan(
-        self, namespace: str, tokens: Tokens, resident_len: int, own: KVClass
-    ) -> LoadPlan | None:
-        """Plan what to load of a prompt; None if nothing of it is stored.
+        self, namespace: str, space: Space, tokens: Tokens, resident_len: int, own: KVClass
+    ) -> LoadJob | None:
+        """A job that would load what is stored of a prompt; None if nothing is.
 
         `tokens`: the prompt without its last token; `resident_len`: how many of them are resident.
         """
         match = self.match(namespace, tokens, self._service.least_of(own))
-        if match.num_tokens - resident_len < self._config.min_prefix_tokens:
+        stop = match.num_tokens
+        if stop - resident_len < self._config.min_prefix_tokens:
             return None
-        spans = match.slice(resident_len, match.num_tokens)
+        spans, state = match.slice(resident_len, stop), self.behind(match)
         store = self._service.store
-        state = self.behind(match)
         if not store.segments.can_read((*spans, *state), in_codes=not own.exact):
             return None
         estimate = self._estimate(spans, resident_len, len(tokens) + 1, own, state)
-        always = self._config.load == "always"
-        return LoadPlan(match, resident_len, estimate, always or estimate.loads_faster(), state)
+        loads = self._config.load == "always" or estimate.loads_faster()
+        kept = tokens[: stop + self._pairs]
+        rest = estimate, int(self._pairs), state, loads
+        return LoadJob(store, own, space, kept, match, resident_len, *rest)
+
+    def cut(self, job: LoadJob, stop: int) -> LoadJob:
+        """The first tokens of a job that was planned; its estimate stays that of all."""
+        match = StoredMatch(job.match.slice(0, stop))
+        kept = job.tokens[: stop + job.beyond]
+        return dataclasses.replace(job, tokens=kept, match=match, behind=self.behind(match))
 
     def choose(
         self, namespace: str, tokens: Tokens, resident: dict[KVClass, int], least: KVClass

@@ -14,9 +14,9 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from impress_sglang.config import AUTO
 from impress_sglang.errors import SegmentUnreadable
+from impress_sglang.paper.service import PartPlan
 from impress_sglang.plugin import known
 from impress_sglang.plugin.admin import handle
-from impress_sglang.serving.load_planner import LoadPlan
 from impress_sglang.serving.why import Reason
 from tests.integration.paper_world import PaperWorld
 from tests.integration.tree_world import check_slots, new_request, report_of
@@ -155,7 +155,7 @@ def test_what_is_against_a_request_is_asked_once(
     assert asked == ["r"]
 
 
-def planned(world: PaperWorld) -> LoadPlan:
+def planned(world: PaperWorld) -> PartPlan:
     """How a request would use what is stored."""
     world.ask("asks")
     plan = world.cache._plans["asks"]
@@ -183,7 +183,7 @@ def test_what_takes_longer_to_read_is_computed(
     world: PaperWorld, load: str, loads: bool, slow_reads: Callable[[float], None]
 ) -> None:
     runtime = world.service
-    slow_reads(runtime.store.segments.bytes_to_read(planned(world).spans, codes=False) * 0.9)
+    slow_reads(runtime.store.segments.bytes_to_read(planned(world).match.spans, codes=False) * 0.9)
     runtime.config = dataclasses.replace(runtime.config, load=load)
     req = world.ask("r", retention=1.0)
 
@@ -199,7 +199,7 @@ def test_auto_gives_up_tokens_only_if_reading_does_not_hide(
     world: PaperWorld, hides: bool, slow_reads: Callable[[float], None]
 ) -> None:
     runtime = world.service
-    num_bytes = runtime.store.segments.bytes_to_read(planned(world).spans, codes=False)
+    num_bytes = runtime.store.segments.bytes_to_read(planned(world).match.spans, codes=False)
     slow_reads((1.0 if hides else 0.5) * num_bytes)
     runtime.config = dataclasses.replace(runtime.config, retention=AUTO)
 

@@ -270,7 +270,9 @@ class Pool:
 def new_job(tokens: Path, start: int = 0) -> LoadJob:
     """Of a store that has all of these tokens."""
     nothing: Any = None
-    return LoadJob(nothing, KVClass(), (None, None), np.array(tokens, np.int32), nothing, start)
+    return LoadJob(
+        nothing, KVClass(), (None, None), np.array(tokens, np.int32), nothing, start, nothing
+    )
 
 
 def check_queue(jobs: JobQueue, tree: Tree) -> None:

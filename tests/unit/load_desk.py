@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.codes.coding import Rows
+from impress_sglang.cost import Estimate
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob
@@ -31,6 +32,7 @@ SHAPE = kv.make_shape(
 )
 CPU = torch.device("cpu")
 NUM_SLOTS = 600
+UNKNOWN = Estimate(1.0, 0.0, 0.0, None)
 
 
 class Desk:
@@ -69,7 +71,7 @@ class Desk:
     def job_of(
         self, tokens: Sequence[int], match: StoredMatch, own: KVClass, start: int
     ) -> LoadJob:
-        job = LoadJob(self.store, own, (None, None), kv.as_tokens(tokens), match, start)
+        job = LoadJob(self.store, own, (None, None), kv.as_tokens(tokens), match, start, UNKNOWN)
         job.slots = job.target = self.free[: len(job)]
         self.free = self.free[len(job) :]
         job.state = JobState.LOADING

@@ -173,7 +173,9 @@ class TestRevoking:
 class TestLayers:
     def job(self) -> LoadJob:
         nothing: Any = None
-        return LoadJob(nothing, KVClass(), (None, None), kv.as_tokens([1, 2, 3]), nothing, 1)
+        return LoadJob(
+            nothing, KVClass(), (None, None), kv.as_tokens([1, 2, 3]), nothing, 1, nothing
+        )
 
     def test_but_not_for_ever(self) -> None:
         job = self.job()

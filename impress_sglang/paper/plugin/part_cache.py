@@ -28,14 +28,13 @@ from impress_sglang.paper.plugin.attention import adopt_backend
 from impress_sglang.paper.plugin.options import check_parts
 from impress_sglang.paper.request import StoredRequest
 from impress_sglang.paper.scores import probe_kv_heads
-from impress_sglang.paper.service import PartService, tokens_used
+from impress_sglang.paper.service import PartPlan, PartService, tokens_used
 from impress_sglang.plugin.capabilities import check_layers, check_options
 from impress_sglang.plugin.eligibility import plain_fields
 from impress_sglang.plugin.factory import connected, identity_of, kv_shape
 from impress_sglang.plugin.known import Known, as_tokens
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.served_cache import ServedCache
-from impress_sglang.serving.load_planner import LoadPlan
 from impress_sglang.serving.report import estimate_fields, split_again
 from impress_sglang.serving.why import Reason, say
 from impress_sglang.storage.quality import EXACT
@@ -93,7 +92,7 @@ class PartCache(ServedCache):
     service: PartService
 
     def __init__(self, *args: Any) -> None:
-        self._plans: dict[str, LoadPlan] = {}
+        self._plans: dict[str, PartPlan] = {}
         self.live: dict[str, StoredRequest] = {}
         """Requests that run with a stored prefix, by id."""
         super().__init__(*args)
