@@ -66,38 +66,40 @@ class EvictionOrder:
                 heapq.heapify(self._due)
             heapq.heappush(self._due, (due, id(segment), segment))
         if segment.last_access == LEAST and not segment.num_dependents:
-            for name in (None, segment.info.namespace):
-                self._orders[name, segment.info.priority].move_to_end(segment, last=False)
+            for order in self._orders_of(segment):
+                order.move_to_end(segment, last=False)
         elif segment.last_access <= 0:
             self.note(segment)
 
     def remove(self, segment: StoredSegment) -> None:
         """Remove a segment, if it is there."""
-        if segment in self:
-            self._leave(segment)
+        for name in (None, segment.info.namespace) if segment in self else ():
+            order = self._orders[name, segment.info.priority]
+            del order[segment]
+            if not order:
+                del self._orders[name, segment.info.priority]
         self._changed.pop(segment, None)
 
     def note(self, segment: StoredSegment) -> None:
         """Count a use of a segment and of all that it builds on."""
         self.now += 1
-        for own in _path_up(segment):
+        own: StoredSegment | None = segment
+        while own is not None:
             own.last_access = self.now
             # A segment gone since the match is nowhere.
             if own in self:
-                self._leave(own)
-                self._join(own)
+                for order in self._orders_of(own):
+                    order.move_to_end(own)
                 self._changed[own] = None
+            own = own.parent
+
+    def _orders_of(self, segment: StoredSegment) -> list[OrderedDict[StoredSegment, None]]:
+        priority = segment.info.priority
+        return [self._orders[name, priority] for name in (None, segment.info.namespace)]
 
     def _join(self, segment: StoredSegment) -> None:
-        for name in (None, segment.info.namespace):
-            self._orders[name, segment.info.priority][segment] = None
-
-    def _leave(self, segment: StoredSegment) -> None:
-        for name in (None, segment.info.namespace):
-            order = self._orders[name, segment.info.priority]
-            del order[segment]
-            if not order:
-                del self._orders[name, segment.info.priority]
+        for order in self._orders_of(segment):
+            order[segment] = None
 
     def change(self, segment: StoredSegment) -> None:
         """Note that a segment has another name, or builds on another one."""
@@ -141,11 +143,3 @@ class EvictionOrder:
         if above is not None:
             assert above.num_dependents > 0
             assert above not in self or above.last_access >= segment.last_access
-
-
-def _path_up(segment: StoredSegment) -> Iterator[StoredSegment]:
-    """A segment, what it builds on, and so on."""
-    own: StoredSegment | None = segment
-    while own is not None:
-        yield own
-        own = own.parent
