@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,20 +33,16 @@ from impress_sglang.transfer.sources import StoredSource
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(slots=True)
-class Rewrite:
-    """What the thread of a rewrite has to know.
+class Rewrite(NamedTuple):
+    """A segment that is being rewritten: its `old` file, and the description of the new one.
 
-    `segment` is the old file, and `info` describes the new one. `average` and `order_key` float32
-    [L, head groups, t] are the token history's.
+    The result is the expected share of wanted rows of each new chunk, float64 [chunks].
     """
 
     stored: StoredSegment
-    segment: OpenSegment
+    old: OpenSegment
     info: SegmentInfo
-    average: Float32s
-    order_key: Float32s
-    node_starts: list[int]
+    shares: Future[Floats]
 
 
 class PartStore(PrefixStore):
@@ -66,7 +62,7 @@ class PartStore(PrefixStore):
         self._next_look = time.monotonic() + self._interval
         self._rewriter = BackgroundThread("impress-reorder", compute_alone)
         self._queue: collections.deque[StoredSegment] = collections.deque()
-        self._job: tuple[Rewrite, Future[Floats]] | None = None
+        self._job: Rewrite | None = None
         # Segments that were read since the last look.
         self._read: dict[str, None] = {}
 
@@ -160,7 +156,7 @@ class PartStore(PrefixStore):
         self._next_look = time.monotonic() + self._interval
         waiting = {segment.segment_id for segment in self._queue}
         if self._job is not None:
-            waiting.add(self._job[0].segment.segment_id)
+            waiting.add(self._job.old.segment_id)
         # Looking at all segments would take longer the more are stored.
         for segment in self.tree.segments() if force else map(self.tree.get, self._read):
             if segment is None or segment.segment_id in waiting or not segment.ready:
@@ -204,17 +200,22 @@ class PartStore(PrefixStore):
         # Where others branch off.
         places = (at - info.prefix_len for at in stored.children if at < stored.stop)
         history, starts = self._history(stored), [0, *sorted(places)]
-        old = self.segments.acquire(stored)
-        rewrite = Rewrite(stored, old, info, history.average, history.order_key, starts)
-        self._job = rewrite, self._rewriter.submit(self._run, rewrite)
+        job = stored, self.segments.acquire(stored), info
+        learnt = history.average, history.order_key
+        self._job = Rewrite(*job, self._rewriter.submit(self._run, *job, *learnt, starts))
 
-    def _run(self, rewrite: Rewrite) -> Floats:
-        """Write and publish the new file, with the age of the old one, on the thread.
-
-        Returns the expected share of wanted rows of each chunk, float64 [chunks].
-        """
-        old, info, directory = rewrite.segment, rewrite.info, self._disk.directory
-        mapping = mapping_lists(rewrite.order_key, rewrite.node_starts)
+    def _run(
+        self,
+        stored: StoredSegment,
+        old: OpenSegment,
+        info: SegmentInfo,
+        average: Float32s,
+        order_key: Float32s,
+        starts: list[int],
+    ) -> Floats:
+        """Write and publish the new file, with the age of the old one, on the thread."""
+        directory = self._disk.directory
+        mapping = mapping_lists(order_key, starts)
         try:
             written_ns = directory.files.stat(directory.segment_path(old.segment_id)).st_mtime_ns
         except FileNotFoundError:
@@ -234,23 +235,22 @@ class PartStore(PrefixStore):
             direct=self._disk.direct,
             mapping=mapping,
             written_ns=written_ns,
-            is_wanted=lambda: rewrite.stored.state is not SegmentState.LOST,
+            is_wanted=lambda: stored.state is not SegmentState.LOST,
         )
-        return chunk_shares(rewrite.average, mapping, info.layout())
+        return chunk_shares(average, mapping, info.layout())
 
     def _end_rewrite(self) -> None:
         """Act on the end of the running rewrite, if it has ended."""
-        if self._job is None or not self._job[1].done():
+        if self._job is None or not self._job.shares.done():
             return
-        (job, future), self._job = self._job, None
-        stored, old_id, new_id = job.stored, job.segment.segment_id, job.info.segment_id
-        old_bytes, new_bytes = stored.file_bytes, job.info.layout().file_bytes
-        error = future.exception()
+        (stored, old, info, shares), self._job = self._job, None
+        old_id, new_id, error = old.segment_id, info.segment_id, shares.exception()
+        old_bytes, new_bytes = stored.file_bytes, info.layout().file_bytes
         self.segments.release(old_id)
         self.quota.reserved_bytes = 0
         if error is None and self.tree.get(old_id) is stored and stored.on_disk:
-            self.tree.replace(stored, job.info, new_bytes)
-            self.segments.succeed(old_id, stored, future.result())
+            self.tree.replace(stored, info, new_bytes)
+            self.segments.succeed(old_id, stored, shares.result())
             self.quota.budget.spend(new_bytes)
             self.health.free_bytes -= new_bytes - old_bytes
             self.stats.bytes_written += new_bytes

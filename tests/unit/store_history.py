@@ -21,7 +21,7 @@ from torch import Tensor
 
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.paper.source import PartSource
-from impress_sglang.paper.store import PartStore, Rewrite
+from impress_sglang.paper.store import PartStore
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Priority, SegmentInfo
@@ -145,9 +145,9 @@ class StoreHistory(RuleBasedStateMachine):
         self.looks.append((task.segment.info, look))
         return look
 
-    def hold_rewrite(self, run: Callable[[Rewrite], Any], rewrite: Rewrite) -> Future[Any]:
+    def hold_rewrite(self, *run: Any) -> Future[Any]:
         assert self.held_rewrite is None, "one at a time"
-        self.held_rewrite = functools.partial(self.run_rewrite, run, rewrite), Future()
+        self.held_rewrite = functools.partial(self.run_rewrite, *run), Future()
         return self.held_rewrite[1]
 
     def learn_names(self) -> set[str]:

@@ -217,7 +217,7 @@ def test_what_is_purged_while_it_is_rewritten_gets_no_name(
     store.worker.submit(int).result()
     held.go_on.set()
     assert store._job is not None
-    assert isinstance(store._job[1].exception(), WriteAbandoned)
+    assert isinstance(store._job.shares.exception(), WriteAbandoned)
     assert bench.files() == set()
     finish(store)
     nothing = dict.fromkeys(store.rewrites, 0)

@@ -20,7 +20,13 @@ logger = logging.getLogger(__name__)
 
 def choose_attention(server_args: Any) -> None:
     """Choose a backend if none was asked for, and SGLang's own choice is not supported."""
-    from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.arg_groups.overrides import (
+        declare_resolution,
+        get_default_attn_backend,
+        resolved_view,
+        use_mla_backend,
+    )
 
     # What the user asked for; declarations do not change these.
     asked = (
@@ -28,26 +34,15 @@ def choose_attention(server_args: Any) -> None:
         server_args.prefill_attention_backend,
         server_args.decode_attention_backend,
     )
-    default = DEFAULT_ATTENTION.get(resolved_view(server_args).device)
-    unasked = asked == (None, None, None) and default is not None
-    if unasked and _usual_attention(server_args) not in BACKENDS:
-        declare_resolution(server_args, CHOSEN_BY, attention_backend=default)
-
-
-def _usual_attention(server_args: Any) -> str:
-    """The backend that SGLang chooses if none is asked for."""
-    from sglang.srt.arg_groups.model_override_base import model_config_of
-    from sglang.srt.arg_groups.overrides import (
-        get_default_attn_backend,
-        resolved_view,
-        use_mla_backend,
-    )
-
-    usual: str | None = resolved_view(server_args).attention_backend
+    view = resolved_view(server_args)
+    default, usual = DEFAULT_ATTENTION.get(view.device), view.attention_backend
+    if asked != (None, None, None) or default is None:
+        return
     if usual is None:
         is_mla = use_mla_backend(server_args)
         usual = get_default_attn_backend(server_args, is_mla, model_config_of(server_args))
-    return usual
+    if usual not in BACKENDS:
+        declare_resolution(server_args, CHOSEN_BY, attention_backend=default)
 
 
 def turn_off_graphs(server_args: Any) -> None:
