@@ -164,16 +164,15 @@ class PartSource(StoredSource):
         if len(wanted) == len(columns) == 1:
             (own,) = wanted.values()
             return own.rows_in(blocks[0], columns[0])
-        heads = [len(shape.heads[column]) for column in columns]
-        found = torch.empty(
-            k, sum(heads), shape.head_dim(columns[0]), dtype=shape.dtype, device=device
-        )
+        # Those of one column are as many as those of another.
+        heads = len(shape.heads[columns[0]])
+        size = k, heads * len(columns), shape.head_dim(columns[0])
+        found = torch.empty(*size, dtype=shape.dtype, device=device)
         for (number, own), part in zip(wanted.items(), blocks, strict=True):
-            begin = 0
-            for column, count, place in zip(columns, heads, places[number], strict=True):
+            targets = found.split(heads, 1)
+            for column, place, target in zip(columns, places[number], targets, strict=True):
                 rows = torch.from_numpy(place).to(device, non_blocking=True)
-                found[:, begin : begin + count].index_copy_(0, rows, own.rows_in(part, column))
-                begin += count
+                target.index_copy_(0, rows, own.rows_in(part, column))
         return found
 
     def _count(
