@@ -9,9 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic, overload
 
 from impress_sglang.loops.jit import compiled
 from impress_sglang.loops.types import Float32s, Indices, Uint8s
@@ -23,33 +20,16 @@ _HALF, _QUARTER = GROUP_TOKENS // 2, GROUP_TOKENS // 4
 _POOLS = ("float32[:, :, ::1]", "uint16[:, :, ::1]")
 
 
-@intrinsic
-def _bits_of(typing_context: Any, number: Any) -> Any:
-    """The bits of a float32 number, uint32."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.IntType(32))
-
-    return types.uint32(types.float32), generate
-
-
+@compiled(*(f"({pool}, int64, int64, uint64, float32)" for pool in _POOLS), makes_arrays=False)
 def _set(pool: Any, slot: int, head: int, element: int, number: Any) -> None:
     """Put a float32 number into a pool, rounded to nearest even."""
-    raise NotImplementedError
-
-
-@overload(_set, inline="always")
-def _set_compiled(pool: Any, slot: Any, head: Any, element: Any, number: Any) -> Any:
-    def same(pool: Any, slot: Any, head: Any, element: Any, number: Any) -> None:
+    if pool.itemsize == 4:
         pool[slot, head, element] = number
-
-    def rounded(pool: Any, slot: Any, head: Any, element: Any, number: Any) -> None:
-        bits = _bits_of(np.float32(number))
+    else:
+        bits = np.float32(number).view(np.uint32)
         odd = np.uint32((bits >> np.uint32(16)) & np.uint32(1))
         word = np.uint32(bits + np.uint32(0x7FFF) + odd)
         pool[slot, head, element] = np.uint16(word >> np.uint32(16))
-
-    return same if pool.dtype == types.float32 else rounded
 
 
 @compiled("(uint8[::1], uint64, uint8[::1])", makes_arrays=False)
