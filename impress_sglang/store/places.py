@@ -85,9 +85,13 @@ class Places:
             self.set_aside(own)
         for segment, digest in digests.items() if left else ():
             self.note_stored(segment, digest)
+        rootless = set[str]()
         for own in sorted(left, key=lambda own: own.info.prefix_len):
-            before = self._tokens_before(own)
-            if before is not None and self._tree.insert(own, before):
+            before = None if own.above in rootless else self._tokens_before(own)
+            if before is None:
+                # Nor can what builds on it have any: however long, a chain is walked once.
+                rootless.add(own.segment_id)
+            elif self._tree.insert(own, before):
                 self.forget(own.segment_id)
                 self.note_stored(own)
         self._tree.order.sort()

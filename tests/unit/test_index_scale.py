@@ -73,6 +73,19 @@ def test_a_start_without_the_index_looks_at_each_token_a_few_times(digests: list
     assert num_digested <= sum(s.info.num_tokens for s in segments) + paths
 
 
+def test_a_chain_without_its_head_is_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    segments, prefix = [], [1]
+    for turn in range(30):
+        segments.append(stored_segment(f"{turn:02}", [turn, turn + 1], prefix))
+        segments[-1].above = f"{turn - 1:02}"
+        prefix = [*prefix, turn, turn + 1]
+    walks = calls_of(monkeypatch, Places, "_tokens_before")
+
+    assert Places(StoredTree()).restore(segments) == ([], segments)
+
+    assert len(walks) == 1
+
+
 @pytest.mark.parametrize("wrong", ["0", "00001-0", "00003-4", "no such segment"])
 def test_a_wrong_parent_in_the_index_costs_nothing(wrong: str) -> None:
     """A bit that flips must not lend KVs to other tokens, nor cost a file."""
