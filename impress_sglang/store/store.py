@@ -201,7 +201,10 @@ class PrefixStore:
 
     def expire(self, now: float, most: int = MOST_EXPIRED) -> None:
         """Remove at most so many segments that have expired; `now` is a time of `time.time`."""
-        self.writes.discard(self.tree.order.take_due(now, most), Cause.EXPIRED)
+        due = self.tree.order.take_due(now, most)
+        # A killed process leaves none behind what has gone.
+        due.sort(key=lambda own: -own.info.prefix_len)
+        self.writes.discard(due, Cause.EXPIRED)
 
     def tell(self, order: Mapping[str, Any]) -> None:
         """Tell other servers an order to purge."""

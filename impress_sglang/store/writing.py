@@ -233,8 +233,8 @@ class SegmentWrites:
             self._finish(self._writes.popleft())
 
     def discard(self, segments: Sequence[StoredSegment], cause: Cause) -> int:
-        """Remove segments and their files; writes of those that are being written are given up.
-        Returns how many these are."""
+        """Remove segments, dependents first, and their files; writes of those that are being
+        written are given up. Returns how many these are."""
         writes = {write.segment: write for write in self._writes}
         given_up, going = 0, dict[str, int]()
         for segment in segments:

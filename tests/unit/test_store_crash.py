@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from tests.unit.test_store_reordering import select
 from tests.unit.waiting import wait_until
 
 CHANGES = "open-write|write|sync|sync_directory|rename|unlink"
+DAY = 86_400.0
 SHORT, LONG, LONGER = prompt(1, 13), prompt(1, 40), prompt(1, 60)
 
 
@@ -37,8 +39,8 @@ class Killing:
         self._end, self._after, self.taken = end, after, False
         self.bench = Workbench(root / "kv", SHAPES["head groups bfloat16"])
         store = self.bench.open()
-        self.bench.put(store, SHORT)
-        self.bench.put(store, LONG)
+        self.bench.put(store, SHORT, ttl=DAY)
+        self.bench.put(store, LONG, ttl=2 * DAY)
         self.last = self.bench.file_of(stores.name_of(store, LONG, 1))
         self.first = segments(self.bench)
         self.bench.close(store)
@@ -89,6 +91,10 @@ def rewrite(own: Killing) -> None:
     own.until(lambda: not own.store.rewrites["pending"])
 
 
+def expire(own: Killing) -> None:
+    own.store.expire(time.time() + 3 * DAY)
+
+
 def check_written(own: Killing, before: list[Path], store: PartStore) -> bool:
     """A file that has its final name counts, whatever the index says."""
     assert set(segments(own.bench)) == set(before)
@@ -116,11 +122,19 @@ def check_rewritten(own: Killing, before: list[Path], store: PartStore) -> bool:
     return generations == 2
 
 
+def check_expired(own: Killing, before: list[Path], store: PartStore) -> bool:
+    """What others build on goes last, unless a loss of power brings back only that."""
+    left = (0, len(SHORT), len(LONG))
+    assert own.taken or length(store, LONG) == left[len(before)]
+    return not before
+
+
 # What it does, what must be there then, and how many steps that takes at least.
 ACTS = {
     "write": (write, check_written, 10),
     "loss": (lose, check_lost, 5),
     "rewrite": (rewrite, check_rewritten, 28),
+    "expiry": (expire, check_expired, 5),
 }
 
 
