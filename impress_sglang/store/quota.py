@@ -112,6 +112,10 @@ class Quota:
         """Bytes of a file of another store that is becoming ours."""
         self.pending_bytes = 0
         """The part of the tree's bytes that is not on the disk yet."""
+        self._most = bytes_of(config.namespace_gb) or math.inf
+        # Who was above it at this start, as it was lowered: later, each gives what it has above it.
+        held = self._tree.held
+        self._over = dict.fromkeys(name for name in held if held[name] > self._most)
 
     def summary(self) -> dict[str, int]:
         """Bytes used on the SSD and their limits, for the statistics page."""
@@ -172,18 +176,20 @@ class Quota:
         if needed > 0 and self._remove_unserved(needed):
             return None
         # Of what is needed, the namespace must give at least its own excess.
-        most = bytes_of(self._config.namespace_gb) or math.inf
-        excess = max(held[namespace] + num_bytes - most, 0)
+        excess = max(held[namespace] + num_bytes - self._most, 0)
         if needed > self._tree.file_bytes - self.pending_bytes or excess > held[namespace]:
             return None
         order, choice = self._tree.order, _Choice(self.is_needed, keep)
         choice.take_from(order.of(namespace), excess)
         if fits := choice.num_bytes >= excess:
-            # The limit was lowered before this start: each gives what it has above it.
-            limited = most < math.inf and choice.num_bytes < needed
-            for name in [own for own in held if held[own] > most] if limited else ():
-                more = 0 if name == namespace else held[name] - most
-                choice.take_from(order.of(name), min(choice.num_bytes + more, needed))
+            for name in list(self._over):
+                if choice.num_bytes >= needed:
+                    break
+                more = held[name] - self._most
+                if more <= 0:
+                    del self._over[name]
+                elif name != namespace:
+                    choice.take_from(order.of(name), min(choice.num_bytes + more, needed))
             choice.take_from(order, needed)
             fits = choice.num_bytes >= needed
         choice.note_uses(order)

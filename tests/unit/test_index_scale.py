@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -16,6 +17,7 @@ from impress_sglang.store.places import Places
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState, StoredSegment
 from impress_sglang.store.tree import StoredTree
+from impress_sglang.store.writing import StoreOutcome
 from tests.unit import store_factory
 from tests.unit.kv_factory import as_tokens, stored_segment
 from tests.unit.store_checks import check_tree
@@ -24,6 +26,7 @@ from tests.unit.store_factory import (
     Workbench,
     check_rows,
     check_three_prefixes,
+    gb,
     index_of,
     look_up,
     name_of,
@@ -170,6 +173,34 @@ def test_a_match_passes_a_segment_in_one_step(monkeypatch: pytest.MonkeyPatch) -
             ]
 
     assert len(steps) == 4 * (1 + 2 + 2)
+
+
+class Lookups(Counter[str]):
+    """Counts which names were looked up."""
+
+    names: Counter[str]
+
+    def __getitem__(self, name: str) -> int:
+        self.names[name] += 1
+        return super().__getitem__(name)
+
+
+@pytest.mark.parametrize("limit", [9, 1])
+def test_room_is_made_without_a_look_at_each_namespace(bench: Workbench, limit: int) -> None:
+    """Whether none has more than it may, or all have, because the limit was lowered."""
+    store = bench.open()
+    for number in range(20):
+        bench.put_all(store, 1, 2, namespace=f"tenant {number}")
+    limits = {"ssd_gb": gb(40 * bench.one), "namespace_gb": gb(limit * bench.one)}
+    store = bench.reopen(store, **limits)
+    store.tree.held = held = Lookups(store.tree.held)
+    held.names = Counter()
+
+    for number in range(2):
+        outcome = bench.offer(store, prompt(number), namespace=f"new {number}")
+        assert outcome is StoreOutcome.ACCEPTED
+
+    assert len(held.names) <= 4 and store.stats.segments_evicted == 2
 
 
 def test_a_killed_process_has_told_what_was_used(bench: Workbench, store: PrefixStore) -> None:
