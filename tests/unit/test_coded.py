@@ -16,47 +16,30 @@ from impress_sglang.transfer.ahead import ReadAhead
 from impress_sglang.transfer.codecs import plain_codec
 from impress_sglang.transfer.filling import fill
 from impress_sglang.transfer.sources import OpenSpan
-from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart
+from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart, check_pool
 from tests.unit.kv_factory import make_shape
 from tests.unit.store_checks import check_placement
 from tests.unit.waiting import wait_until
 
 Coded = Callable[..., CodedCase]
+FEW_BITS = {"layers": 2, "key_dim": 64, "value_dim": 64, "raw": 1, "probe": (), "coded": True}
+SHAPES = [
+    SHAPE,
+    dataclasses.replace(SHAPE, code_bits=5.0),
+    make_shape(**FEW_BITS, dtype=torch.bfloat16),
+    make_shape(**FEW_BITS, dtype=torch.float16),
+]
 PREFIXES = {
     "one": [CodedPart(700)],
-    "short": [CodedPart(3)],
-    "inside": [CodedPart(1500, 70, 1337)],
     "several": [CodedPart(300, 17), CodedPart(64), CodedPart(900, 0, 555)],
 }
 
 
-def load_all(case: CodedCase) -> None:
-    """Load all layers as the request under way does; checks slots."""
-    for layer in range(case.shape.num_layers):
-        case.load(layer)
-        case.check(layer)
-
-
-@pytest.mark.parametrize("bits", [5.0, 6.0])
-@pytest.mark.parametrize("name", PREFIXES)
-def test_slots_get_what_codes_say(name: str, bits: float, coded: Coded) -> None:
-    load_all(coded(PREFIXES[name], shape=dataclasses.replace(SHAPE, code_bits=bits)))
-
-
-def test_raw_layers_beside_columns(coded: Coded) -> None:
-    load_all(coded(PREFIXES["several"], codes=False))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_pools_of_few_bits(dtype: torch.dtype, coded: Coded) -> None:
-    sizes = {"layers": 2, "key_dim": 64, "value_dim": 64, "raw": 1}
-    shape = make_shape(**sizes, dtype=dtype, probe=(), coded=True)
-    load_all(coded(PREFIXES["several"], shape=shape))
-
-
 def test_all_of_it_is_read_once(coded: Coded) -> None:
     case = coded(PREFIXES["one"])
-    load_all(case)
+    for layer in range(SHAPE.num_layers):
+        case.load(layer)
+        case.check(layer)
     case.source.close()
     (span,) = case.spans
     read = case.source.stats
@@ -116,9 +99,10 @@ def spans_of(case: CodedCase, chance: random.Random) -> list[OpenSpan]:
 @pytest.mark.parametrize("seed", range(40))
 def test_random_requests(seed: int, coded: Coded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments are cut into spans that share groups, with caches and pools of several sizes, and
-    read by requests in turn: slots hold what was asked for, and nothing is left behind.
+    read by requests in turn, in codes or as they are: slots hold what was asked for, and nothing is
+    left behind.
     """
-    chance = random.Random(seed)
+    chance, shape = random.Random(seed), SHAPES[seed % len(SHAPES)]
     closed = []
     close = buffers.LayerBuffer.close
 
@@ -127,9 +111,11 @@ def test_random_requests(seed: int, coded: Coded, monkeypatch: pytest.MonkeyPatc
         closed.append(buffer)
 
     monkeypatch.setattr(buffers.LayerBuffer, "close", note)
-    lengths = [chance.choice([130, 300, 700, 1500]) for _ in range(chance.randint(1, 3))]
+    lengths = [chance.choice([3, 130, 300, 700, 1500]) for _ in range(chance.randint(1, 3))]
     case = coded(
         [CodedPart(own) for own in lengths],
+        shape=shape,
+        codes=chance.random() < 0.8,
         device_pages=chance.choice([0, 0, 30]),
         host_pages=chance.choice([0, 0, 40, 200]),
     )
@@ -140,20 +126,20 @@ def test_random_requests(seed: int, coded: Coded, monkeypatch: pytest.MonkeyPatc
         spans = spans_of(case, chance)
         sources.append(case.open(spans[: chance.randint(1, len(spans))]))
         ahead.join(sources[-1])
-    codec = plain_codec(SHAPE)
-    for layer in range(SHAPE.num_layers):
+    codec = plain_codec(shape)
+    for layer in range(shape.num_layers):
         for source in sources:
             if chance.random() < 0.5:
                 wait_until(lambda: not any(own.is_reading for own in sources))
             pools = [
-                torch.empty(source.num_tokens, SHAPE.num_kv_heads, dim)
-                for dim in (SHAPE.key_dim, SHAPE.value_dim)
+                torch.empty(source.num_tokens, shape.num_kv_heads, dim, dtype=shape.dtype)
+                for dim in (shape.key_dim, shape.value_dim)
             ]
             rows = Rows(pools[0], pools[1], torch.arange(source.num_tokens))
             fill(layer, source, source.read(layer), rows, codec)
             ahead.top_up()
             for pool, right in zip(pools, case.expected(layer, source.spans), strict=True):
-                assert (pool - right).abs().max() <= 1e-4
+                check_pool(pool, rows.slots, right)
             source.end_layer(layer)
     for source in sources:
         source.close()
