@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -63,25 +62,19 @@ class Bench:
         return self.on(DEVICE), self.on(HOST)
 
 
-@dataclasses.dataclass(frozen=True)
-class Move:
-    chunk: int
-    source: Tier
-    source_pages: tuple[int, ...]
-    target: Tier
-    target_pages: tuple[int, ...]
+Place = tuple[Tier, tuple[int, ...]]
 
 
-def each_move(access: Access) -> list[Move]:
-    moves, found, end = access.moves, [], 0
+def moves_of(access: Access) -> dict[int, tuple[Place, Place]]:
+    """By chunk, its tier and pages before the access, and now."""
+    moves, found, end = access.moves, dict[int, tuple[Place, Place]](), 0
     columns = (moves.chunks, moves.counts, moves.sources, moves.targets)
     for chunk, count, source, target in zip(*(own.tolist() for own in columns), strict=True):
         part = slice(end, end := end + count)
-        before, now = (
-            tuple(own[part].tolist()) for own in (moves.source_pages, moves.target_pages)
-        )
-        assert source or before == tuple(range(count)), "from SSD comes all of it"
-        found.append(Move(chunk, Tier(source), before, Tier(target), now))
+        pages, now = (tuple(own[part].tolist()) for own in (moves.source_pages, moves.target_pages))
+        assert source or pages == tuple(range(count)), "from SSD comes all of it"
+        assert chunk not in found, "one move for a chunk"
+        found[chunk] = (Tier(source), pages), (Tier(target), now)
     assert end == len(moves.source_pages) == len(moves.target_pages)
     return found
 
@@ -241,7 +234,7 @@ class PlacementMachine(RuleBasedStateMachine):
         self.model = SortedModel(device, host)
         self.segments: dict[str, tuple[int, int]] = {}
         self.ids: dict[str, int] = {}
-        self.places: dict[str, tuple[Tier, tuple[int, ...]]] = {}
+        self.places: dict[str, Place] = {}
         self.worth_count = 0
         self.attach([1, 2, 1])
 
@@ -289,9 +282,7 @@ class PlacementMachine(RuleBasedStateMachine):
         return data.draw(st.integers(1, 30)) + self.worth_count * 1e-6
 
     def check_access(self, names: list[str], before: dict[str, Tier], found: Access) -> None:
-        by_id = {chunk: name for name, chunk in self.ids.items()}
-        moved = {by_id[move.chunk]: move for move in each_move(found)}
-        assert len(moved) == len(found.moves), "one move for a chunk"
+        moved = moves_of(found)
         ends = np.cumsum([self.model.sizes[name] for name in names])
         for number, name in enumerate(names):
             assert found.tiers[number] == before[name]
@@ -303,18 +294,17 @@ class PlacementMachine(RuleBasedStateMachine):
             )
         for name in self.ids:
             now = self.model.tier(name)
-            if name in moved:
-                move = moved[name]
-                assert (move.source, move.target) == (before[name], now) and now != Tier.SSD
+            if (move := moved.pop(self.ids[name], None)) is not None:
+                place, self.places[name] = self.places.get(name), move[1]
+                assert (move[0][0], move[1][0]) == (before[name], now) and now != Tier.SSD
                 assert now != Tier.DEVICE or before[name] != Tier.DEVICE
-                if move.source != Tier.SSD:
-                    assert (move.source, tuple(move.source_pages)) == self.places[name]
-                assert len(move.target_pages) == self.model.sizes[name]
-                self.places[name] = (now, tuple(move.target_pages))
+                assert before[name] == Tier.SSD or move[0] == place
+                assert len(move[1][1]) == self.model.sizes[name]
             elif now == Tier.SSD:
                 self.places.pop(name, None)
             else:
                 assert before[name] == now, "no chunk changes its place without a move"
+        assert not moved
 
     @precondition(lambda self: self.ids)
     @rule(data=st.data())
