@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from impress_sglang.config import AUTO
 from impress_sglang.cost import START_SECONDS_PER_LOADED, Cost, Estimate, RequestLengths
@@ -19,15 +19,15 @@ START_SECONDS_PER_SCORED = 1e-8
 RETENTIONS = (1.0, 0.75, 0.5, 0.35)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PartPlan:
-    """Stored tokens that may be loaded: those of `match` from `start` on.
+class PartPlan(NamedTuple):
+    """Stored tokens, those of `match` from `start` on, of which each layer may use `k`.
 
     `loads`: whether that is estimated to be at least as fast as computing them.
     """
 
     match: StoredMatch
     start: int
+    k: int
     estimate: Estimate
     loads: bool
 
@@ -113,7 +113,8 @@ class PartService(Service):
             if not found.unhidden():
                 break
         loads = self.config.load == "always" or found.loads_faster()
-        return PartPlan(match, resident_len, found, loads)
+        used = retained_tokens(count, found.retention)
+        return PartPlan(match, resident_len, used, found, loads)
 
     def reorder(self) -> dict[str, int]:
         """See `Service.reorder`."""
@@ -126,8 +127,3 @@ class PartService(Service):
         store = self.opened
         reorders = store.rewrites if isinstance(store, PartStore) else None
         return {**super().summary(), "reorder": reorders}
-
-
-def tokens_used(plan: PartPlan) -> int:
-    """k: how many of the stored tokens of a plan each layer uses."""
-    return retained_tokens(plan.stop - plan.start, plan.estimate.retention)

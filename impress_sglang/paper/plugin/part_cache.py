@@ -28,7 +28,7 @@ from impress_sglang.paper.plugin.attention import adopt_backend
 from impress_sglang.paper.plugin.options import check_parts
 from impress_sglang.paper.request import StoredRequest
 from impress_sglang.paper.scores import probe_kv_heads
-from impress_sglang.paper.service import PartPlan, PartService, tokens_used
+from impress_sglang.paper.service import PartPlan, PartService
 from impress_sglang.plugin.capabilities import check_layers, check_options
 from impress_sglang.plugin.eligibility import plain_fields
 from impress_sglang.plugin.factory import connected, identity_of, kv_shape
@@ -124,8 +124,8 @@ class PartCache(ServedCache):
         known.report.update(estimate_fields(plan.estimate, loads=plan.loads))
         if not plan.loads:
             return resident
-        self._plans[req.rid], k = plan, tokens_used(plan)
-        return resident._replace(device_prefix_len=plan.stop - k, host_hit_length=k)
+        self._plans[req.rid] = plan
+        return resident._replace(device_prefix_len=plan.stop - plan.k, host_hit_length=plan.k)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Any] | None:
         """Admit a request with its stored prefix: take its slots and open its source.
@@ -135,7 +135,7 @@ class PartCache(ServedCache):
         req = params.req
         assert req is not None
         known, plan, store = self._known[req.rid], self._plans.pop(req.rid), self.service.parts
-        stored, k = plan.stop - plan.start, tokens_used(plan)
+        stored, k = plan.stop - plan.start, plan.k
         # Else it does without.
         known.declined = True
         try:
