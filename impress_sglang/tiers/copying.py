@@ -108,16 +108,13 @@ class PageCopier:
     """
 
     def __init__(self, page_bytes: int, device: torch.device, *, kernels: bool) -> None:
-        self._page_bytes, self._device, self._kernels = page_bytes, device, kernels
+        self._page_bytes, self._device = page_bytes, device
+        self.in_place = not kernels
+        """Whether who reads pages may as well read them where they are: all is on the host."""
         self._table = torch.empty(0, dtype=torch.int64)
         # Tables that launches read, which take long to allocate if they are pinned, the oldest
         # first.
         self._read: deque[tuple[Tensor, Fence]] = deque()
-
-    @property
-    def in_place(self) -> bool:
-        """Whether who reads pages may as well read them where they are: all is on the host."""
-        return not self._kernels
 
     def copy(self, sources: Indices, targets: Indices) -> Fence:
         """Copy pages between addresses, int64 [n] each; returns a fence behind that."""
@@ -141,7 +138,10 @@ class PageCopier:
         """Copy what was begun; see `copy`."""
         table = self._table[: 2 * self._count]
         numbers: Indices = table.numpy()
-        if self._kernels:
+        if self.in_place:
+            sources, targets = numbers[: self._count], numbers[self._count :]
+            copies.copy_pages(sources, targets, self._page_bytes)
+        else:
             # Imported only where it is used: Triton is not needed on a CPU.
             from impress_sglang.triton import pages
 
@@ -149,9 +149,6 @@ class PageCopier:
             most = self._page_bytes | pages.WORD_BYTES
             bits = int(np.bitwise_or.reduce(numbers, initial=most))
             pages.copy_pages(table, self._page_bytes, bits & -bits)
-        else:
-            sources, targets = numbers[: self._count], numbers[self._count :]
-            copies.copy_pages(sources, targets, self._page_bytes)
         fence = Fence(self._device)
         self._read.append((self._table, fence))
         return fence
