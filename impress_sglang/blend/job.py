@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor
 from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.loops.types import Flags, Float32s, Uint8s
-from impress_sglang.serving.load_jobs import AfterFill, FillLayer, LoadJob
+from impress_sglang.serving.load_jobs import AfterFill, LoadJob, Read
 from impress_sglang.serving.why import Detail
 from impress_sglang.store.content import Run
 from impress_sglang.store.stored import StoredMatch, StoredSpan
@@ -127,29 +127,22 @@ class BlendJob(LoadJob):
             raise PrefixUnreadable("-", "nothing of it is left to read")
         return self._open(0)
 
-    def bring(self, source: WholeSource, fill: FillLayer) -> None:
-        """See `LoadJob.bring`: all groups, one after the other."""
-        ahead, opened = self.store.ahead, [source]
+    def sources(self, opened: WholeSource, rows_from: int | None) -> Generator[Read, None, None]:
+        """See `LoadJob.sources`: all groups, of which one is read ahead."""
+        left = [opened]
         try:
             for number, group in enumerate(self.groups):
                 if number + 1 < len(self.groups):
-                    opened.append(self._open(number + 1))
-                    ahead.wait(opened[-1])
+                    left.append(self._open(number + 1))
+                    self.store.ahead.wait(left[-1])
                 slots, turn = self._placed(group)
-                ahead.join(opened[0])
-                for layer in range(opened[0].num_layers):
-                    fill(layer, opened[0], slots, turn)
-                self._close(opened.pop(0))
+                yield left.pop(0), slots, turn
         finally:
-            for own in opened:
-                self._close(own)
+            for own in left:
+                self.store.close_source(own)
 
     def _open(self, number: int) -> WholeSource:
         return self.store.segments.open([run.span for run in self.groups[number]], exact=False)
-
-    def _close(self, source: WholeSource) -> None:
-        self.store.close_source(source)
-        self.reads.add(source.stats)
 
     def _placed(self, runs: list[Run]) -> tuple[Tensor, AfterFill | None]:
         """The slots of a group, and what moves its keys to their positions if need be."""

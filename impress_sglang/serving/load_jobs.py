@@ -16,7 +16,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -55,8 +55,8 @@ class JobState(enum.Enum):
 Space: TypeAlias = tuple[str | None, str | None]
 AfterFill: TypeAlias = Callable[[Tensor], None]
 """Changes a layer's pool of keys, in slots that were just filled."""
-FillLayer: TypeAlias = Callable[[int, WholeSource, Tensor, "AfterFill | None"], None]
-"""Fills a layer of a source into slots."""
+Read: TypeAlias = tuple[WholeSource, Tensor, AfterFill | None]
+"""What is read, the slots that get it, and what changes their keys then."""
 
 
 class JobRevoked(Exception):
@@ -219,36 +219,24 @@ class LoadJob:
         """
         return self.store.segments.open(self.spans, exact=self.kv_class.exact)
 
-    def bring(self, source: WholeSource, fill: FillLayer) -> None:
-        """Bring all layers from the source that was opened, and close it.
+    def sources(self, opened: WholeSource, rows_from: int | None) -> Generator[Read, None, None]:
+        """What is read, one after the other, beginning with the source that was opened.
 
-        Raises:
-            PrefixUnreadable: something could not be read.
-            JobRevoked: its slots were taken away.
+        Last come the layers from `rows_from` on of its last tokens (windows), or its state. Raises
+        `PrefixUnreadable` if something cannot be opened. Who takes a source closes it.
         """
         assert self.target is not None
-        self.reads = source.stats
-        self._bring(source, self.target, fill, 0)
-
-    def bring_rows(self, first: int, fill: FillLayer) -> None:
-        """As `bring`, the layers from `first` on of its last tokens (windows), or its state."""
+        yield opened, self.target, None
+        if rows_from is None:
+            return
         assert self.rows is not None
         spans = self.behind or self.match.slice(self.stop - len(self.rows), self.stop)
         if any(own.segment.info.windows_from > own.start for own in spans):
             # Another rank can go on behind fewer tokens than this one.
             raise PrefixUnreadable("", "its windows are gone")
         source = self.store.segments.open(spans, exact=self.kv_class.exact)
-        source.layer, source.next_ahead = first - 1, first
-        self._bring(source, self.rows, fill, first)
-        self.reads.add(source.stats)
-
-    def _bring(self, source: WholeSource, slots: Tensor, fill: FillLayer, first: int) -> None:
-        try:
-            self.store.ahead.join(source)
-            for layer in range(first, source.num_layers):
-                fill(layer, source, slots, None)
-        finally:
-            self.store.close_source(source)
+        source.layer, source.next_ahead = rows_from - 1, rows_from
+        yield source, self.rows, None
 
     def unread(self, num_layers: int) -> float:
         """The share of its reads that is left to do."""
@@ -278,8 +266,9 @@ class JobLoader:
         """Set when a job has ended."""
         self._layers, self._codec = layers, codec
         packed = layers.packed
-        # These layers are brought by themselves.
+        # Layers with windows are read by themselves, and states behind all others.
         self._windows_from = packed.first if packed is not None and packed.window else None
+        self._rows_from = self._windows_from if layers.states is None else 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._asking = True
         self._measuring = False
@@ -342,20 +331,21 @@ class JobLoader:
                 self._measuring = False
 
     def _load(self, job: LoadJob, source: WholeSource, others: _Opened) -> None:
-        def load(layer: int, source: WholeSource, slots: Tensor, after: AfterFill | None) -> None:
-            self._load_layer(layer, job, source, slots, after)
-            self._open(others)
-
         with self._failing(job):
-            with torch.cuda.stream(self._stream):
+            sources = contextlib.closing(job.sources(source, self._rows_from))
+            with torch.cuda.stream(self._stream), sources as reads:
                 if self._stream is not None:
                     self._stream.wait_event(job.after)
                 job.stream = self._stream
-                job.bring(source, load)
-                if self._windows_from is not None:
-                    job.bring_rows(self._windows_from, load)
-                if self._layers.states is not None:
-                    job.bring_rows(0, load)
+                for own, slots, after in reads:
+                    try:
+                        job.store.ahead.join(own)
+                        for layer in range(own.layer + 1, own.num_layers):
+                            self._load_layer(layer, job, own, slots, after)
+                            self._open(others)
+                    finally:
+                        job.store.close_source(own)
+                        job.reads.add(own.stats)
             self._end(job, JobState.LOADED)
 
     @contextlib.contextmanager
