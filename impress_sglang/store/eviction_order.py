@@ -16,16 +16,17 @@ LEAST = -1
 
 
 class EvictionOrder:
-    """Segments that have a file or will have one: lowest priority first, then least recently used.
+    """Segments that have a file or will have one: lowest level first, then least recently used.
 
-    A use of a segment is also a use of all that it builds on. So it comes before those of them that
-    have no lower priority, and a search for one that nothing builds on finds it in front.
+    A use of a segment is also a use of all that it builds on, and these have no lower level. So a
+    segment comes before those that it builds on, and a search for one to evict that nothing builds
+    on finds it in front, however many there are.
     """
 
     def __init__(self, ttl: float = 0.0) -> None:
         """`ttl`: in how many seconds segments expire that have no shorter time; 0: never."""
         self._ttl = ttl
-        # By namespace, None for all of them, and by priority.
+        # By namespace, None for all of them, and by level.
         self._orders: dict[tuple[str | None, Priority], OrderedDict[StoredSegment, None]] = (
             defaultdict(OrderedDict)
         )
@@ -39,13 +40,13 @@ class EvictionOrder:
         return self.of(None)
 
     def __contains__(self, segment: StoredSegment) -> bool:
-        return segment in self._orders.get((None, segment.info.priority), ())
+        return segment in self._orders.get((None, segment.level), ())
 
     def __len__(self) -> int:
         return sum(len(self._orders.get((None, own), ())) for own in Priority)
 
     def latest(self) -> Iterator[StoredSegment]:
-        """All segments, most recently used first, whatever their priority."""
+        """All segments, most recently used first, whatever their level."""
         orders = (reversed(self._orders.get((None, own), {})) for own in reversed(Priority))
         return heapq.merge(*orders, key=lambda own: -own.last_access)
 
@@ -65,6 +66,7 @@ class EvictionOrder:
                 self._due = [own for own in self._due if own[2] in self]
                 heapq.heapify(self._due)
             heapq.heappush(self._due, (due, id(segment), segment))
+        self.settle(segment.parent)
         if segment.last_access == LEAST and not segment.num_dependents:
             for order in self._orders_of(segment):
                 order.move_to_end(segment, last=False)
@@ -73,11 +75,8 @@ class EvictionOrder:
 
     def remove(self, segment: StoredSegment) -> None:
         """Remove a segment, if it is there."""
-        for name in (None, segment.info.namespace) if segment in self else ():
-            order = self._orders[name, segment.info.priority]
-            del order[segment]
-            if not order:
-                del self._orders[name, segment.info.priority]
+        if segment in self:
+            self._leave(segment)
         self._changed.pop(segment, None)
 
     def note(self, segment: StoredSegment) -> None:
@@ -93,13 +92,34 @@ class EvictionOrder:
                 self._changed[own] = None
             own = own.parent
 
+    def settle(self, segment: StoredSegment | None) -> None:
+        """Update the levels of a segment and of those above it, after its dependents changed."""
+        while segment is not None and (level := segment.own_level) is not segment.level:
+            above, there = segment.parent, segment in self
+            if above is not None:
+                above.dependents[segment.level] -= 1
+                above.dependents[level] += 1
+            # A hole has no place.
+            if there:
+                self._leave(segment)
+            segment.level = level
+            if there:
+                self._join(segment)
+            segment = above
+
     def _orders_of(self, segment: StoredSegment) -> list[OrderedDict[StoredSegment, None]]:
-        priority = segment.info.priority
-        return [self._orders[name, priority] for name in (None, segment.info.namespace)]
+        return [self._orders[name, segment.level] for name in (None, segment.info.namespace)]
 
     def _join(self, segment: StoredSegment) -> None:
         for order in self._orders_of(segment):
             order[segment] = None
+
+    def _leave(self, segment: StoredSegment) -> None:
+        for name in (None, segment.info.namespace):
+            order = self._orders[name, segment.level]
+            del order[segment]
+            if not order:
+                del self._orders[name, segment.level]
 
     def change(self, segment: StoredSegment) -> None:
         """Note that a segment has another name, or builds on another one."""
@@ -138,8 +158,8 @@ class EvictionOrder:
         """Check that a segment of the tree has its place, in constant time."""
         there, above = segment in self, segment.parent
         assert there != segment.lost
-        own = self._orders.get((segment.info.namespace, segment.info.priority), ())
-        assert there == (segment in own)
+        assert segment.level is segment.own_level
+        assert there == (segment in self._orders.get((segment.info.namespace, segment.level), ()))
         if above is not None:
-            assert above.num_dependents > 0
+            assert above.level >= segment.level and above.dependents[segment.level] > 0
             assert above not in self or above.last_access >= segment.last_access

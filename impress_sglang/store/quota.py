@@ -234,8 +234,8 @@ class _Choice:
     def __init__(self, is_needed: Callable[[StoredSegment], bool], keep: StoredMatch) -> None:
         self.victims: list[StoredSegment] = []
         self.num_bytes = 0
-        # Passed over because they are built on, needed, or not ours.
-        self._passed: dict[StoredSegment, None] = {}
+        # Passed over because they are needed, or not ours.
+        self._in_use: dict[StoredSegment, None] = {}
         self._is_needed = is_needed
         self._spared = {span.segment for span in keep.spans}
         # For segments that lose some of their dependents: how many of these stay.
@@ -243,6 +243,7 @@ class _Choice:
 
     def take_from(self, segments: Iterable[StoredSegment], most: float) -> None:
         """Choose segments in this order until there are `most` bytes with earlier choices."""
+        # Dependents of a segment come before it, so one look at each is enough.
         for segment in segments:
             own: StoredSegment | None = segment
             while own is not None and self.num_bytes < most:
@@ -251,21 +252,21 @@ class _Choice:
                 break
 
     def _consider(self, segment: StoredSegment) -> StoredSegment | None:
-        """Choose a segment, if it may go; returns what was passed over because of it."""
-        if segment in self._spared or not segment.on_disk:
+        """Choose a segment, if it may go; returns what goes next because of it."""
+        built_on = self._staying.get(segment, segment.num_dependents)
+        if built_on or segment in self._spared or not segment.on_disk:
             return None
-        ours, built_on = segment.home is None, self._staying.get(segment, segment.num_dependents)
-        if built_on or (ours and self._is_needed(segment)):
-            self._passed[segment] = None
+        ours = segment.home is None
+        if ours and self._is_needed(segment):
+            self._in_use[segment] = None
             return None
         self._spared.add(segment)
         if ours:
-            self._passed.pop(segment, None)
             self.victims.append(segment)
             self.num_bytes += segment.file_bytes
         else:
             # It is for its server to remove, and does not keep what it builds on.
-            self._passed[segment] = None
+            self._in_use[segment] = None
         above = segment.parent
         while above is not None:
             left = self._staying.get(above, above.num_dependents) - 1
@@ -274,10 +275,10 @@ class _Choice:
                 break
             # A hole goes with the last one that builds on it.
             above = above.parent
-        # What has a lower priority than its last dependent came before.
-        return above if above in self._passed else None
+        # It may have had a higher level than its priority only because of what goes now.
+        return above if above is not None and above.info.priority < above.level else None
 
     def note_uses(self, order: EvictionOrder) -> None:
-        """Let that count as a use, so that the next search need not pass these again."""
-        for used in self._passed:
+        """Let being needed count as a use, so that the next search need not pass these again."""
+        for used in self._in_use:
             order.note(used)

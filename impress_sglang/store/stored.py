@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.storage.segment import SegmentInfo, Tokens
+from impress_sglang.storage.segment import Priority, SegmentInfo, Tokens
 
 
 class SegmentState(enum.Enum):
@@ -41,10 +41,12 @@ class StoredSegment:
     `home` is the folder of the other server that has its file, None: it is ours; `file_bytes` are
     those of ours.
 
-    `num_dependents` counts `children`, the segments that build on it; `last_access` is a logical
+    `dependents` counts segments attached below it, by their `level`; `last_access` is a logical
     time; `history` is what `paper/` learns of its tokens; `written` is when its file was, as of
     `time.time`, and `due` when it expires; `above` is a hint of an earlier process, what it was
-    attached to.
+    attached to. `children` are the segments that build on it, see `Children`.
+
+    Segments of a lower `level` leave the SSD before it.
     """
 
     info: SegmentInfo
@@ -55,11 +57,16 @@ class StoredSegment:
     written: float = dataclasses.field(default_factory=time.time)
     above: str = ""
     home: Path | None = None
-    num_dependents: int = dataclasses.field(init=False, default=0)
+    dependents: list[int] = dataclasses.field(init=False)
     parent: StoredSegment | None = dataclasses.field(init=False, default=None)
     children: Children = dataclasses.field(init=False, repr=False, default_factory=dict)
     history: Any = dataclasses.field(init=False, default=None)
     due: float = dataclasses.field(init=False, default=math.inf)
+    level: Priority = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dependents = [0] * len(Priority)
+        self.level = self.own_level
 
     def apart(self, **changes: Any) -> StoredSegment:
         """The same segment outside the tree."""
@@ -77,6 +84,17 @@ class StoredSegment:
     def may_be_read(self, now: float) -> bool:
         """Whether it is ready, and has not expired: of many that have, some are still there."""
         return self.ready and now < self.due
+
+    @property
+    def own_level(self) -> Priority:
+        """The highest of its priority (a hole has none) and its dependents' levels."""
+        own = Priority.LOW if self.lost else self.info.priority
+        return max(own, *(level for level in Priority if self.dependents[level]), Priority.LOW)
+
+    @property
+    def num_dependents(self) -> int:
+        """Segments attached below it."""
+        return sum(self.dependents)
 
     @property
     def segment_id(self) -> str:

@@ -9,7 +9,8 @@ of its own. It is filled, perhaps in part, when its tokens are stored again.
 
 Invariants (`check`):
   * a segment is a child of its parent, at that of the parent's tokens at which it begins;
-  * `num_dependents` counts the children;
+  * `dependents` counts the children;
+  * no segment leaves the disk at a lower level than what hangs below it;
   * something hangs below the last token of a hole;
   * no segment is of better quality than the one above it.
 """
@@ -217,6 +218,7 @@ class StoredTree:
             above = above.parent
         if above is not None and above.lost and above.stop not in above.children:
             _shorten(above)
+        self.order.settle(above)
 
     def check(self, segment: StoredSegment) -> None:
         """Check that a segment has its place in the tree.
@@ -262,20 +264,20 @@ class StoredTree:
         above.children |= children
         for own in _each(children):
             assert own.parent is not None
-            own.parent.num_dependents -= 1
+            own.parent.dependents[own.level] -= 1
             own.parent = above
-            above.num_dependents += 1
+            above.dependents[own.level] += 1
             self.order.change(own)
 
     def _join(self, segment: StoredSegment, above: StoredSegment | None) -> None:
         """Put a segment, with what builds on it, into the tree."""
         info = segment.info
-        segment.parent = above
+        segment.parent, segment.level = above, segment.own_level
         if above is None:
             children = self._roots.setdefault(info.namespace, {})
         else:
             children = above.children
-            above.num_dependents += 1
+            above.dependents[segment.level] += 1
         same = children.setdefault(info.prefix_len, {}).setdefault(int(info.tokens[0]), [])
         same.append(segment)
         same.sort(key=lambda own: own.info.quality.rank)
@@ -296,7 +298,7 @@ class StoredTree:
         if not place:
             del children[info.prefix_len]
         if above is not None:
-            above.num_dependents -= 1
+            above.dependents[segment.level] -= 1
         elif not children:
             del self._roots[info.namespace]
         self._count(segment, -segment.file_bytes)

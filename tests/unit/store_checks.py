@@ -80,10 +80,10 @@ def check_tree(tree: StoredTree) -> None:
     assert dict(tree.held) == {name: count for name, count in held.items() if count}
     assert tree.file_bytes == sum(held.values())
     check_order(tree.order, [own for own in segments if not own.lost])
-    dependents = Counter(own.parent for own in segments)
+    dependents = Counter((own.parent, own.level) for own in segments)
     for own in segments:
         tree.check(own)
-        assert own.num_dependents == dependents[own]
+        assert own.dependents == [dependents[own, level] for level in type(own.level)]
 
 
 def check_order(order: EvictionOrder, segments: list[StoredSegment]) -> None:
@@ -91,17 +91,15 @@ def check_order(order: EvictionOrder, segments: list[StoredSegment]) -> None:
     places = {segment: place for place, segment in enumerate(order)}
     assert places.keys() == set(segments)
     assert order._changed.keys() <= places.keys()
-    for (namespace, priority), own in order._orders.items():
+    for (namespace, level), own in order._orders.items():
         own_places = [places[segment] for segment in own]
         assert own_places and own_places == sorted(own_places)
-        assert all(namespace in (None, s.info.namespace) for s in own)
-        assert all(s.info.priority is priority for s in own)
+        assert all(namespace in (None, s.info.namespace) and s.level is level for s in own)
     assert sum(map(len, order._orders.values())) == 2 * len(places)
     for segment, place in places.items():
         above = segment.parent
         while above is not None:
-            lower = above.info.priority < segment.info.priority
-            assert above not in places or lower or places[above] > place
+            assert above not in places or places[above] > place
             assert above not in places or above.last_access >= segment.last_access
             above = above.parent
 

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from impress_sglang.storage.segment import Priority
 from impress_sglang.store import disk as disk_module
 from impress_sglang.store import places
 from impress_sglang.store import tree as tree_module
+from impress_sglang.store.eviction_order import EvictionOrder
 from impress_sglang.store.places import Places
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState, StoredSegment
@@ -203,6 +205,66 @@ def test_room_is_made_without_a_look_at_each_namespace(bench: Workbench, limit: 
     assert len(held.names) <= 4 and store.stats.segments_evicted == 2
 
 
+class Passed:
+    """Which segments searches for room have passed, and which were noted as used."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[StoredSegment] = []
+        self.noted = calls_of(monkeypatch, EvictionOrder, "note")
+        search = EvictionOrder.of
+
+        def of(order: EvictionOrder, namespace: str | None) -> Iterator[StoredSegment]:
+            for segment in search(order, namespace):
+                self.seen.append(segment)
+                yield segment
+
+        monkeypatch.setattr(EvictionOrder, "of", of)
+
+
+def room_for_one(bench: Workbench, store: PrefixStore, number: int) -> None:
+    """Offer a prompt for which one segment has to go."""
+    evicted = store.stats.segments_evicted
+    assert bench.offer(store, prompt(number)) is StoreOutcome.ACCEPTED
+    assert store.stats.segments_evicted == evicted + 1
+    store.writes.drain()
+
+
+def test_a_chain_whose_end_is_needed_is_passed_and_noted_once(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    depth = 10
+    store = bench.open(ssd_gb=gb(2 * depth * bench.one))
+    for turns in range(1, depth + 1):
+        bench.put(store, prompt(1, 8 * turns))
+    bench.put_all(store, *range(50, 50 + depth))
+    assert store.pins.pin(store.namespace(""), as_tokens(prompt(1, 8 * depth))) is None
+    monkeypatch.setattr(store_factory, "check_store", lambda store: None)
+    passed = Passed(monkeypatch)
+
+    room_for_one(bench, store, 70)
+    assert len(passed.seen) <= depth + 2 and len(passed.noted) == 2, "and what is new"
+    room_for_one(bench, store, 71)
+    assert len(passed.seen) <= depth + 4 and len(passed.noted) == 3
+
+
+def test_what_others_build_on_is_neither_passed_nor_noted(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is of a lower priority than what builds on it."""
+    store = bench.open(ssd_gb=gb(20 * bench.one))
+    bench.put_all(store, *range(10), priority=Priority.LOW)
+    for number in range(10):
+        bench.put(store, prompt(number, 16))
+    monkeypatch.setattr(store_factory, "check_store", lambda store: None)
+    store.tree.order.take_changed(100)
+    passed = Passed(monkeypatch)
+
+    for number in range(3):
+        room_for_one(bench, store, 50 + number)
+    assert len(passed.seen) <= 6 and len(passed.noted) == 3, "what is new"
+    assert len(store.tree.order.take_changed(100)) == 3, "nor is it written to the journal"
+
+
 def test_a_killed_process_has_told_what_was_used(bench: Workbench, store: PrefixStore) -> None:
     bench.put_all(store, 1, 2)
     use(store, prompt(1))
@@ -279,7 +341,8 @@ DAMAGE: dict[str, Callable[[PrefixStore, StoredSegment], object]] = {
         own.parent.info, "quality", COARSE
     ),
     "lost without being a hole": lambda _, own: setattr(own, "state", SegmentState.LOST),
-    "what builds on it": lambda _, own: setattr(own.parent, "num_dependents", 0),
+    "a level": lambda _, own: setattr(own, "level", Priority.LOW),
+    "what builds on it": lambda _, own: own.parent.dependents.__setitem__(1, 0),  # type: ignore
     "an order": lambda store, own: store.tree.order.remove(own),
     "a use": lambda _, own: setattr(own, "last_access", 10**6),
     "tokens": lambda _, own: object.__setattr__(own.info, "tokens", own.info.tokens + 1),
