@@ -6,7 +6,6 @@ change of weights until HiCache is empty, pages are neither read nor written.
 """
 
 # What methods do is said in SGLang's class.
-# ruff: noqa: D102
 from __future__ import annotations
 
 import functools
