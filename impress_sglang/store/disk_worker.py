@@ -60,7 +60,9 @@ class DiskWorker(BackgroundThread):
         self._directory, self._health, self._direct = directory, health, direct
         self.files = directory.files
         self.journal = Journal(self.files, directory.path)
-        # What the disk has refused, by the name of a segment or file, and bytes that wait for it.
+        # Small files that the disk has refused.
+        self._unkept: dict[str, bytes] = {}
+        # Removals that it has refused, by segment or `QUARANTINE`, and bytes that wait for them.
         self._refused: dict[str, tuple[Callable[[], object], int]] = {}
         self._retried_at = 0.0
         # Looks at segments that could not be read although the disk answered.
@@ -140,7 +142,7 @@ class DiskWorker(BackgroundThread):
         return sum(num_bytes for _, num_bytes in list(self._refused.values()))
 
     def unremoved(self) -> frozenset[str]:
-        """Names of what the disk has refused: it counts as present when room is made."""
+        """Names of what could not be removed: it counts as present when room is made."""
         return frozenset(self._refused)
 
     def write(
@@ -211,14 +213,20 @@ class DiskWorker(BackgroundThread):
 
     def keep(self, name: str, content: bytes) -> None:
         """Write a small file to the store's folder, replacing an older one; if need be, later."""
-        self._try(name, functools.partial(self._directory.put, name, content))
+        self._unkept[name] = content
+        try:
+            self._directory.put(name, content)
+            del self._unkept[name]
+        except OSError as error:
+            # Each time: if the disk is not probed, nobody comes back to it.
+            self._health.failed(f"{name} cannot be written", error, reading=False)
 
     def empty_quarantine(self) -> None:
         """Remove all files there; if need be, later."""
         self._try(QUARANTINE, functools.partial(self.tidy_quarantine, 0))
 
     def _try(self, name: str, job: Callable[[], object], num_bytes: int = 0) -> None:
-        """Do what is done later if the disk refuses it, with what else was refused."""
+        """Remove what is removed later if the disk refuses it, with what else was refused."""
         try:
             # If the folder itself is not there, every file seems to be gone.
             self._directory.check_readable()
@@ -229,7 +237,7 @@ class DiskWorker(BackgroundThread):
             self._refused[name] = job, num_bytes
             if not known:
                 # Later it is counted and reported already, and other work goes on.
-                self._health.failed(f"{name} cannot be changed", error, reading=False)
+                self._health.failed(f"{name} cannot be removed", error, reading=False)
 
     def catch_up(self) -> None:
         """Now that the disk answers again, redo the work that it refused."""
@@ -237,6 +245,8 @@ class DiskWorker(BackgroundThread):
         self._unreadable.clear()
         self._retry()
         self.record()
+        for name, content in list(self._unkept.items()):
+            self.keep(name, content)
 
     def _retry(self) -> None:
         self._retried_at = time.monotonic()

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable, StoreUnavailable
+from impress_sglang.storage.directory import PINS
 from impress_sglang.store.losses import Cause
 from impress_sglang.store.orders import Purge
 from impress_sglang.store.store import PrefixStore
@@ -230,6 +231,20 @@ def test_what_is_purged_while_the_disk_refuses_leaves_later(
 
     assert not list(bench.root.glob("*/quarantine/*")) and not bench.files()
     assert json.loads(pins.read_bytes()) == [] and store.summary()["quarantined_bytes"] == 0
+
+
+def test_pins_that_are_refused_twice_are_kept_later(
+    bench: Workbench, store: PrefixStore, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although nothing else that is written fails."""
+    monkeypatch.setattr("impress_sglang.store.health.FIRST_PAUSE_S", 0.05)
+    bench.put(store, prompt(1))
+    rule = Rule("EIO", "open-write", f"*/{PINS}*")
+    with faults.injected(rule):
+        assert store.pins.pin(store.namespace(""), as_tokens(prompt(1))) is None
+        until(store, lambda: faults.hits[rule.name] >= 2)
+    until(store, lambda: list(bench.root.glob(f"*/{PINS}")))
+    until_well(store)
 
 
 def test_a_directory_that_was_removed_begins_anew(
