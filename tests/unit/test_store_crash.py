@@ -123,10 +123,10 @@ def check_rewritten(own: Killing, before: list[Path], store: PartStore) -> bool:
 
 
 def check_expired(own: Killing, before: list[Path], store: PartStore) -> bool:
-    """What others build on goes last, unless a loss of power brings back only that."""
+    """What others build on goes last; a loss of power may bring back either."""
     left = (0, len(SHORT), len(LONG))
     assert own.taken or length(store, LONG) == left[len(before)]
-    return not before
+    return own.taken or not before
 
 
 # What it does, what must be there then, and how many steps that takes at least.
