@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from impress_sglang.store.stored import StoredSegment, StoredSpan
+from impress_sglang.store.stored import StoredSpan
 from impress_sglang.threads import locked
 from impress_sglang.tiers.rules import LAST_TURN, NOBODY
 
@@ -33,7 +33,7 @@ _Range: TypeAlias = tuple[int, int]
 
 
 class LookAhead:
-    """Stored tokens that requests wait for, by segment.
+    """Stored tokens that requests wait for, by the name of a segment, which outlasts a store.
 
     One thread tells who waits; others may ask for `ranges`.
     """
@@ -43,15 +43,15 @@ class LookAhead:
         self._enabled = enabled
         self._lock = threading.RLock()
         # By segment and request, the range of its tokens that the request waits for.
-        self._awaited: dict[StoredSegment, dict[str, _Range]] = {}
-        self._ranges_of: dict[str, dict[StoredSegment, _Range]] = {}
+        self._awaited: dict[str, dict[str, _Range]] = {}
+        self._ranges_of: dict[str, dict[str, _Range]] = {}
         self._turns: dict[str, int] = {}
         self._next_turn = _FIRST_TURN
-        self._changed: set[StoredSegment] = set()
+        self._changed: set[str] = set()
 
-    def __contains__(self, segment: StoredSegment) -> bool:
+    def __contains__(self, segment_id: str) -> bool:
         """Whether a request waits for tokens of a segment."""
-        return segment in self._awaited
+        return segment_id in self._awaited
 
     @property
     def awaits(self) -> bool:
@@ -64,16 +64,17 @@ class LookAhead:
 
         They may be loaded or moved while it waits, so the tokens are noted and not their place.
         """
-        wanted: dict[StoredSegment, _Range] = {}
+        wanted: dict[str, _Range] = {}
         for span in spans if self._enabled else ():
-            start, stop = wanted.get(span.segment, (span.start, span.stop))
-            wanted[span.segment] = min(start, span.start), max(stop, span.stop)
+            name = span.segment.segment_id
+            start, stop = wanted.get(name, (span.start, span.stop))
+            wanted[name] = min(start, span.start), max(stop, span.stop)
         # Some of SGLang's policies match all requests before each pass.
         if wanted == self._ranges_of.get(rid, {}):
             return
         self.stop_waiting(rid)
-        for segment, own in wanted.items():
-            self._awaited.setdefault(segment, {})[rid] = own
+        for segment_id, own in wanted.items():
+            self._awaited.setdefault(segment_id, {})[rid] = own
         if wanted:
             self._ranges_of[rid] = wanted
             self._changed.update(wanted)
@@ -81,11 +82,22 @@ class LookAhead:
     @locked
     def stop_waiting(self, rid: str) -> None:
         """Forget a request that was admitted or is gone."""
-        for segment in self._ranges_of.pop(rid, ()):
-            del self._awaited[segment][rid]
-            if not self._awaited[segment]:
-                del self._awaited[segment]
-            self._changed.add(segment)
+        for segment_id in self._ranges_of.pop(rid, ()):
+            del self._awaited[segment_id][rid]
+            if not self._awaited[segment_id]:
+                del self._awaited[segment_id]
+            self._changed.add(segment_id)
+
+    @locked
+    def succeed(self, old_id: str, new_id: str) -> None:
+        """Note that a segment has replaced another one with the same tokens."""
+        waiting = self._awaited.pop(old_id, {})
+        for rid, own in waiting.items():
+            del self._ranges_of[rid][old_id]
+            self._ranges_of[rid][new_id] = own
+        if waiting:
+            self._awaited[new_id] = waiting
+            self._changed |= {old_id, new_id}
 
     @locked
     def order(self, rids: Sequence[str]) -> None:
@@ -119,15 +131,15 @@ class LookAhead:
         return self._turns.get(rid, LAST_TURN)
 
     @locked
-    def ranges(self, segment: StoredSegment) -> list[AwaitedRange]:
+    def ranges(self, segment_id: str) -> list[AwaitedRange]:
         """Awaited ranges of a segment, latest turn first."""
         turns = dict[_Range, int]()
-        for rid, own in self._awaited.get(segment, {}).items():
+        for rid, own in self._awaited.get(segment_id, {}).items():
             turns[own] = min(self.turn(rid), turns.get(own, LAST_TURN))
         return sorted(((*own, turn) for own, turn in turns.items()), key=lambda own: -own[2])
 
     @locked
-    def take_changed(self) -> set[StoredSegment]:
+    def take_changed(self) -> set[str]:
         """Segments whose ranges may be others than when they were last taken."""
         changed, self._changed = self._changed, set()
         return changed

@@ -84,13 +84,13 @@ class OpenSegments:
         """Whether a segment has readers."""
         return segment_id in self._open
 
-    def _first_id(self, segment: StoredSegment, info: SegmentInfo, *, codes: bool) -> int:
+    def _first_id(self, info: SegmentInfo, *, codes: bool) -> int:
         """The first id of the chunks of a kind of a file, which are about to be read."""
         kinds = self._ids.setdefault(info.segment_id, {})
         if codes not in kinds:
             first = self._cache.placement.attach(chunk_pages(info.geometry, codes=codes))
             kinds[codes] = first, info
-            if ranges := self._lookahead.ranges(segment):
+            if ranges := self._lookahead.ranges(info.segment_id):
                 self._expect(first, info, ranges, codes=codes)
         return kinds[codes][0]
 
@@ -109,9 +109,9 @@ class OpenSegments:
         Of these tokens, what is certain to be read is evicted last: codes, and of exact KVs what
         chooses the tokens, or all columns.
         """
-        for segment in self._lookahead.take_changed():
-            for codes, own in self._ids.get(segment.segment_id, {}).items():
-                self._expect(*own, self._lookahead.ranges(segment), codes=codes)
+        for segment_id in self._lookahead.take_changed():
+            for codes, own in self._ids.get(segment_id, {}).items():
+                self._expect(*own, self._lookahead.ranges(segment_id), codes=codes)
 
     def _expect(
         self, first: int, info: SegmentInfo, ranges: Sequence[AwaitedRange], *, codes: bool
@@ -251,10 +251,12 @@ class OpenSegments:
     @locked
     def succeed(self, old_id: str, segment: StoredSegment, shares: Floats) -> None:
         """Let the reordered file of a segment take over: its chunks inherit what is known of those
-        of the old one, by this name. `shares`: expected ones of wanted rows, float64 [chunks]."""
+        of the old one, by this name, and requests wait for them instead. `shares`: expected ones of
+        wanted rows, float64 [chunks]."""
+        self._lookahead.succeed(old_id, segment.segment_id)
         if (old := self._ids.get(old_id, {}).get(False)) is not None:
             ids = np.arange(segment.info.geometry.first_chunks[False][-1])
-            first = self._first_id(segment, segment.info, codes=False)
+            first = self._first_id(segment.info, codes=False)
             self._cache.placement.inherit(first + ids, old[0] + ids, shares)
         self.retire(old_id)
 
@@ -314,11 +316,7 @@ class OpenSegments:
         assert codes or self._shape.exact, "only codes are kept"
         self._cache.placement.advance()
         return [
-            (
-                own,
-                range(span.start, span.stop),
-                self._first_id(span.segment, own.info, codes=codes),
-            )
+            (own, range(span.start, span.stop), self._first_id(own.info, codes=codes))
             for span, own in zip(spans, segments, strict=True)
         ]
 

@@ -152,7 +152,7 @@ class Quota:
     def is_needed(self, segment: StoredSegment) -> bool:
         """Whether a segment must stay: it is read, awaited or pinned."""
         name = segment.segment_id
-        return self._segments.is_open(name) or segment in self._lookahead or name in self._pins
+        return self._segments.is_open(name) or name in self._lookahead or name in self._pins
 
     def make_room(self, segment: StoredSegment, keep: StoredMatch) -> list[StoredSegment] | None:
         """Find out what has to go for a file, and begin to remove what is not ours.

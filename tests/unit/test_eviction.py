@@ -63,6 +63,7 @@ HISTORIES = {
         2,
         "1, 2, wait 1, 3, left 1 3, wait 3, refused 4, go 1, 4, left 3 4",
     ),
+    "also across a restart": (2, "1, 2, wait 1, restart, 3, left 1 3, go 1, 4, 5, left 4 5"),
     "what is pinned stays": (
         4,
         "1, 2, pin 1, 50, 51, 52, 53, left 1 51 52 53, unpin 1, 70, 71, 72, 73, left 70 71 72 73",

@@ -21,14 +21,15 @@ from impress_sglang.paper.store import PartStore
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import read_header
 from impress_sglang.storage.writer import WriteAbandoned, write_segment
+from impress_sglang.store.lookahead import LookAhead
 from impress_sglang.store.orders import Purge
 from impress_sglang.store.writing import StoreOutcome
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
 from tests.unit.kv_factory import flip_byte, head_groups_of
 from tests.unit.reading import read_rows, wait_for_reads
-from tests.unit.store_checks import check_store
-from tests.unit.store_factory import Workbench, check_rows, length, look_up, prompt
+from tests.unit.store_checks import check_lookahead, check_store
+from tests.unit.store_factory import Workbench, check_rows, gb, length, lengths, look_up, prompt
 
 bench = stores.bench_of_each_shape
 
@@ -129,6 +130,21 @@ def test_a_new_file_takes_the_place_of_the_old_one(
     assert store.stats.bytes_written == used + segment.file_bytes
     check_rows(store, tokens)
     check_rows(bench.reopen(store), tokens)
+
+
+def test_what_a_request_waits_for_stays_when_it_is_reordered(bench: Workbench) -> None:
+    store = bench.open(lookahead=(lookahead := LookAhead()), ssd_gb=gb(3 * bench.one))
+    put_selected(bench, store, prompt(1), 2, 5)
+    lookahead.wait("waits", look_up(store, prompt(1)).spans)
+    reorder(store)
+    assert store.rewrites["segments"] == 1
+    check_lookahead(lookahead)
+
+    bench.put_all(store, 2, 3, 4)
+    assert lengths(store, 1, 3, 4) == [8, 8, 8]
+    lookahead.stop_waiting("waits")
+    bench.put_all(store, 5, 6, 7)
+    assert lengths(store, 1, 5, 6, 7) == [0, 8, 8, 8]
 
 
 def test_rows_stand_in_the_order_of_the_mapping_lists(bench: Workbench, store: PartStore) -> None:
