@@ -10,6 +10,7 @@ latest turn first. So no window needs to be set: what is beyond it would go befo
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -42,8 +43,8 @@ class LookAhead:
         """`enabled`: whether it notes anything."""
         self._enabled = enabled
         self._lock = threading.RLock()
-        # By segment and request, the range of its tokens that the request waits for.
-        self._awaited: dict[str, dict[str, _Range]] = {}
+        # By segment, the ranges of its tokens that requests wait for, and which do.
+        self._awaited: dict[str, dict[_Range, set[str]]] = {}
         self._ranges_of: dict[str, dict[str, _Range]] = {}
         self._turns: dict[str, int] = {}
         self._next_turn = _FIRST_TURN
@@ -74,28 +75,32 @@ class LookAhead:
             return
         self.stop_waiting(rid)
         for segment_id, own in wanted.items():
-            self._awaited.setdefault(segment_id, {})[rid] = own
+            waiting = self._awaited.setdefault(segment_id, {})
+            # A request without a turn is behind others for the same tokens, so nothing changes.
+            if rid in self._turns or own not in waiting:
+                self._changed.add(segment_id)
+            waiting.setdefault(own, set()).add(rid)
         if wanted:
             self._ranges_of[rid] = wanted
-            self._changed.update(wanted)
 
     @locked
     def stop_waiting(self, rid: str) -> None:
         """Forget a request that was admitted or is gone."""
-        for segment_id in self._ranges_of.pop(rid, ()):
-            del self._awaited[segment_id][rid]
-            if not self._awaited[segment_id]:
+        for segment_id, own in self._ranges_of.pop(rid, {}).items():
+            waiting = self._awaited[segment_id]
+            waiting[own].remove(rid)
+            if not waiting[own]:
+                del waiting[own]
+            if not waiting:
                 del self._awaited[segment_id]
             self._changed.add(segment_id)
 
     @locked
     def succeed(self, old_id: str, new_id: str) -> None:
         """Note that a segment has replaced another one with the same tokens."""
-        waiting = self._awaited.pop(old_id, {})
-        for rid, own in waiting.items():
-            del self._ranges_of[rid][old_id]
-            self._ranges_of[rid][new_id] = own
-        if waiting:
+        if (waiting := self._awaited.pop(old_id, None)) is not None:
+            for rid in itertools.chain.from_iterable(waiting.values()):
+                self._ranges_of[rid][new_id] = self._ranges_of[rid].pop(old_id)
             self._awaited[new_id] = waiting
             self._changed |= {old_id, new_id}
 
@@ -133,10 +138,9 @@ class LookAhead:
     @locked
     def ranges(self, segment_id: str) -> list[AwaitedRange]:
         """Awaited ranges of a segment, latest turn first."""
-        turns = dict[_Range, int]()
-        for rid, own in self._awaited.get(segment_id, {}).items():
-            turns[own] = min(self.turn(rid), turns.get(own, LAST_TURN))
-        return sorted(((*own, turn) for own, turn in turns.items()), key=lambda own: -own[2])
+        waiting = self._awaited.get(segment_id, {}).items()
+        ranges = ((*own, min(map(self.turn, rids))) for own, rids in waiting)
+        return sorted(ranges, key=lambda own: -own[2])
 
     @locked
     def take_changed(self) -> set[str]:

@@ -121,5 +121,6 @@ def check_lookahead(lookahead: LookAhead) -> None:
     assert {
         (rid, segment_id, own)
         for segment_id, waiting in lookahead._awaited.items()
-        for rid, own in waiting.items()
+        for own, rids in waiting.items()
+        for rid in rids or "?"
     } == {(rid, *item) for rid, own in lookahead._ranges_of.items() for item in own.items()}

@@ -15,11 +15,13 @@ from impress_sglang.store import disk as disk_module
 from impress_sglang.store import places
 from impress_sglang.store import tree as tree_module
 from impress_sglang.store.eviction_order import EvictionOrder
+from impress_sglang.store.lookahead import LookAhead
 from impress_sglang.store.places import Places
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState, StoredSegment
 from impress_sglang.store.tree import StoredTree
 from impress_sglang.store.writing import StoreOutcome
+from impress_sglang.tiers.placement import Placement
 from tests.unit import store_factory
 from tests.unit.kv_factory import as_tokens, stored_segment
 from tests.unit.store_checks import check_tree
@@ -175,6 +177,30 @@ def test_a_match_passes_a_segment_in_one_step(monkeypatch: pytest.MonkeyPatch) -
             ]
 
     assert len(steps) == 4 * (1 + 2 + 2)
+
+
+def test_of_requests_for_one_prefix_the_caches_are_told_once(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many arrive between two passes, each of which looks up what it needs."""
+    store = bench.open(lookahead=(lookahead := LookAhead()), host_gb=1e-3)
+    bench.put_all(store, 1)
+    check_rows(store, prompt(1))
+    told = calls_of(monkeypatch, Placement, "expect")
+    asked = calls_of(monkeypatch, LookAhead, "ranges")
+    lookahead.wait("0", look_up(store, prompt(1)).spans)
+    store.poll()
+    once = len(told), len(asked)
+    assert all(once)
+
+    for number in range(20):
+        lookahead.wait(str(number), look_up(store, prompt(1)).spans)
+    store.poll()
+    assert (len(told), len(asked)) == once
+
+    lookahead.order([str(number) for number in range(20)])
+    store.poll()
+    assert (len(told), len(asked)) == (2 * once[0], 2 * once[1])
 
 
 class Lookups(Counter[str]):

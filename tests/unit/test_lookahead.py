@@ -54,6 +54,24 @@ def test_a_queue_that_moves_on_keeps_its_turns() -> None:
     assert lookahead.take_changed() == {"a"}
 
 
+def test_who_waits_behind_others_for_the_same_changes_nothing() -> None:
+    """Until it has a turn, and only where nobody with the same tokens has an earlier one."""
+    lookahead = LookAhead()
+    lookahead.wait("a", spans((0, (0, 4)), (1, (0, 4))))
+    lookahead.order(["a"])
+    assert lookahead.take_changed() == {"a", "b"}
+    known = lookahead.ranges("a")
+    lookahead.wait("b", spans((0, (0, 4)), (1, (0, 5))))
+    assert lookahead.take_changed() == {"b"} and lookahead.ranges("a") == known
+    lookahead.order(["b", "a"])
+    lookahead.take_changed()
+    lookahead.wait("a", spans((0, (0, 5))))
+    lookahead.take_changed()
+    lookahead.wait("b", spans((0, (0, 5))))
+    assert lookahead.take_changed() == {"a", "b"}
+    assert lookahead.ranges("a") == [(0, 5, lookahead.turn("b"))]
+
+
 @given(st.lists(st.lists(st.sampled_from("abcdefgh"), unique=True), max_size=20))
 def test_turns_are_in_the_order_of_the_queue(orders: list[list[str]]) -> None:
     lookahead = LookAhead()
