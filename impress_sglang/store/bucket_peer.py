@@ -18,6 +18,7 @@ import heapq
 import itertools
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -90,8 +91,8 @@ class BucketPeer:
         self._known: dict[str, StoredSegment | None] = {}
         self._heard: set[str] = set()
         self._doomed: dict[str, float] = {}
-        # Those to be deleted, and which object of that name.
-        self._purged: dict[str, ObjectMeta | None] = {}
+        # Those to be deleted, since when, and which object of that name.
+        self._deleting: dict[str, tuple[float, ObjectMeta | None]] = {}
         # To purge, which are still to be told.
         self._orders: collections.deque[Mapping[str, Any]] = collections.deque()
         # Segments of an earlier process.
@@ -186,13 +187,15 @@ class BucketPeer:
                 self._announce(name, LEAST)
 
     def delete(self, segment: StoredSegment) -> None:
-        """Delete the object of a segment with the next look."""
+        """Delete the object of a segment with the next look; one that has expired may be read for
+        a while."""
+        since = time.monotonic() if segment.due <= time.time() else -math.inf
         name = self.name_of(segment.info)
         with self._lock:
             known = self._known.get(name)
             # What was stored anew has the same name.
             if known is not None and known.segment_id == segment.segment_id:
-                self._purged[name] = self._listed.get(name)
+                self._deleting[name] = since, self._listed.get(name)
 
     def tell(self, order: Mapping[str, Any]) -> None:
         """Tell all servers an order to purge."""
@@ -306,9 +309,11 @@ class BucketPeer:
             self._heard.add(name)
             self._bucket.put(name, content)
             self._orders.popleft()
-        late = [own for own, at in doomed.items() if time.monotonic() > at + GRACE_SECONDS]
-        purged = dict(self._purged)
-        going = late + [name for name, own in purged.items() if listed.get(name, own) == own]
+        before_grace = time.monotonic() - GRACE_SECONDS
+        late = [own for own, since in doomed.items() if since < before_grace]
+        deleting = list(self._deleting.items())
+        due = {name: own for name, (since, own) in deleting if since < before_grace}
+        going = late + [name for name, own in due.items() if listed.get(name, own) == own]
         told = time.time() - ORDER_SECONDS
         old = [name for name, own in orders.items() if own.modified.timestamp() < told]
         self._bucket.delete([*going, *(name for name in old if name in self._heard)])
@@ -316,14 +321,14 @@ class BucketPeer:
             for name in going:
                 listed.pop(name, None)
                 doomed.pop(name, None)
-            for name in purged:
-                del self._purged[name]
+            for name in due:
+                del self._deleting[name]
         self._forget(going)
         left = [own for own in doomed_before if own not in listed]
-        for name in {*going, *purged, *left}:
+        for name in {*due, *late, *left}:
             own, was = self._own.get(name), before.get(name)
-            # What was stored since is sent anew.
-            if own and (was is None or own[2] > was.modified.timestamp()):
+            # What was stored since is sent anew. Of what is due, all that is ours is that.
+            if own and (name in due or was is None or own[2] > was.modified.timestamp()):
                 self._sender.submit(self._send, name)
 
     def _forget(self, names: Iterable[str]) -> None:

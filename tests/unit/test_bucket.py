@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import os
 import shutil
@@ -50,6 +51,7 @@ class Faults(Bucket):
         super().__init__(store, store, URL)
         self.fails: Callable[[str, str], bool] = lambda what, name: False
         self.counts: dict[str, int] = {}
+        self.ahead = datetime.timedelta()
         verbs = "list", "get", "get_range", "put", "delete"
         asks = {what: functools.partial(self._ask, what) for what in verbs}
         self._obstore = SimpleNamespace(**asks)
@@ -58,7 +60,12 @@ class Faults(Bucket):
         self.counts[what] = self.counts.get(what, 0) + 1
         if self.fails(what, name):
             raise RuntimeError("a test")
-        return getattr(obstore, what)(store, name, *arguments, **how)
+        found = getattr(obstore, what)(store, name, *arguments, **how)
+        return map(self._dated, found) if what == "list" else found
+
+    def _dated(self, page: Any) -> Any:
+        """By a clock that is ahead."""
+        return [own | {"last_modified": own["last_modified"] + self.ahead} for own in page]
 
     @property
     def segments(self) -> list[str]:
@@ -272,11 +279,26 @@ def test_the_oldest_objects_go_after_a_while(world: World, bucket: Faults) -> No
     assert lengths(first, 1, 2, 3) == [8, 8, 8]
 
 
-def test_expired_objects_go(world: World, bucket: Faults) -> None:
+def test_expired_objects_go_after_a_while(
+    world: World, bucket: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who reads one goes on."""
+    monkeypatch.setattr(peer_module, "GRACE_SECONDS", 600.0)
+    monkeypatch.setattr(bucket_module, "RANGE_BYTES", 4096)
+    monkeypatch.setattr(bucket_module, "IDLE_SECONDS", 600.0)
     first, second = world.open("a"), world.open("b")
     world.put("a", first, prompt(1), ttl=2.0)
     until_found(second, prompt(1))
-    until(second, lambda: not length(second, prompt(1)) and not bucket.segments)
+    (segment,) = second.tree.segments()
+    opened = second.segments.acquire(segment)
+    for store in (first, second):
+        until(store, lambda store=store: not len(store.tree))
+    lists = bucket.counts["list"] + 10
+    until(first, lambda: bucket.counts["list"] > lists)
+    opened.check_all()
+    second.segments.release(segment.segment_id)
+    monkeypatch.setattr(peer_module, "GRACE_SECONDS", 0.0)
+    until(second, lambda: not bucket.segments)
 
 
 def test_a_damaged_object_is_a_miss(world: World, bucket: Faults) -> None:
@@ -354,7 +376,12 @@ def test_what_is_no_segment_is_left_alone(world: World, bucket: Faults) -> None:
     assert not bucket.failures
 
 
-def test_what_is_stored_again_after_a_purge_is_sent_again(world: World, bucket: Faults) -> None:
+@pytest.mark.parametrize("ahead", [-3600, 0, 3600])
+def test_what_is_stored_again_after_a_purge_is_sent_again(
+    world: World, bucket: Faults, ahead: float
+) -> None:
+    """Whatever the clock of the bucket says."""
+    bucket.ahead = datetime.timedelta(seconds=ahead)
     first, second, third = (world.open(name) for name in "abc")
     world.put("a", first, prompt(1))
     for store in (first, second, third):
