@@ -74,6 +74,23 @@ def test_time_goes_on_after_a_restart(tree: StoredTree, put: Put) -> None:
     assert put("c", [10]).last_access > 8
 
 
+def test_what_was_blended_gives_way_to_all_else(tree: StoredTree, put: Put) -> None:
+    """Whenever that comes, and only to who takes it; neither hides what is behind the other."""
+    half = Quality(1, 8.0, 0.5)
+    put("half", [7, 8], put("a", P).info.tokens, quality=half)
+    put("tenth", [9], [*P, 7, 8], quality=Quality(2, 5.0, 0.1))
+    tokens = [*P, 7, 8, 9]
+    assert [len(found(tree, tokens, least=Quality(8, 5.0, own))) for own in (1, 0.5, 0.1)] == [
+        *(1, 2, 3)
+    ]
+    put("coarse", [7, 8], P, quality=Quality(8, 4.0))
+    assert found(tree, tokens, least=half)[1:] == [("half", 0, 2)]
+    assert found(tree, tokens, least=Quality(8, 4.0, 0.1))[1:] == [("coarse", 0, 2)]
+    put("exact", [7, 8, 9], P)
+    for least in (EXACT, half, Quality(8, 4.0, 0.1)):
+        assert found(tree, tokens, least=least)[1:] == [("exact", 0, 3)]
+
+
 def test_digest_of_a_prefix_depends_on_namespace_and_every_token() -> None:
     prefixes = [(), (0,), (0, 0), (1,), (256,), (1, 2), (2, 1)]
     names = ["", "a", "a\0", "\0"]
