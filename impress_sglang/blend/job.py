@@ -81,7 +81,7 @@ class BlendJob(LoadJob):
         """See `LoadJob.parts`; none is kept behind the first one that is not."""
         kept = int(np.argmax(np.append(self.kinds, Kind.COMPUTED) != Kind.KEPT))
         reused, computed = (
-            np.count_nonzero(self.kinds == own) for own in (Kind.REUSED, Kind.COMPUTED)
+            np.count_nonzero(self.kinds == kind) for kind in (Kind.REUSED, Kind.COMPUTED)
         )
         return kept, int(reused), int(computed)
 
@@ -112,12 +112,12 @@ class BlendJob(LoadJob):
             runs = [run.part(start, run.stop) for run in self.runs if run.stop > start]
             self.kinds, self.runs = self.kinds[start - before :], tuple(runs)
         else:
-            known = min(max(self.match.num_tokens, start), before)
-            gone = [Kind.KEPT] * (known - start) + [Kind.COMPUTED] * (before - known)
-            kept = [run.part(start, known) for run in runs_of(self.match, start) if known > start]
+            end = min(max(self.match.num_tokens, start), before)
+            gone = [Kind.KEPT] * (end - start) + [Kind.COMPUTED] * (before - end)
+            kept = [run.part(start, end) for run in runs_of(self.match, start) if end > start]
             self.kinds = np.concatenate([np.array(gone, np.uint8), self.kinds])
             self.runs = (*kept, *self.runs)
-        positions = (max(own.stop, own.stop - own.shift) for own in self.runs)
+        positions = (max(run.stop, run.stop - run.shift) for run in self.runs)
         self.rotation.prepare(max(positions, default=0))
 
     def open(self) -> WholeSource:
@@ -129,17 +129,17 @@ class BlendJob(LoadJob):
 
     def sources(self, opened: WholeSource, rows_from: int | None) -> Generator[Read, None, None]:
         """See `LoadJob.sources`: all groups, of which one is read ahead."""
-        left = [opened]
+        opened_sources = [opened]
         try:
             for number, group in enumerate(self.groups):
                 if number + 1 < len(self.groups):
-                    left.append(self._open(number + 1))
-                    self.store.ahead.wait(left[-1])
+                    opened_sources.append(self._open(number + 1))
+                    self.store.ahead.wait(opened_sources[-1])
                 slots, turn = self._placed(group)
-                yield left.pop(0), slots, turn
+                yield opened_sources.pop(0), slots, turn
         finally:
-            for own in left:
-                self.store.close_source(own)
+            for source in opened_sources:
+                self.store.close_source(source)
 
     def _open(self, number: int) -> WholeSource:
         return self.store.segments.open([run.span for run in self.groups[number]], exact=False)
@@ -171,7 +171,7 @@ def runs_of(match: StoredMatch, start: int) -> list[Run]:
     return runs
 
 
-def groups_of(runs: Sequence[Run], most: int) -> list[list[Run]]:
+def groups_of(runs: Sequence[Run], max_tokens: int) -> list[list[Run]]:
     """Split runs into groups that are read at once, each within so many tokens of a prompt.
 
     No page of a segment's codes is twice in the runs of a group, so one source can read the group.
@@ -182,14 +182,14 @@ def groups_of(runs: Sequence[Run], most: int) -> list[list[Run]]:
         segment, start = run.span.segment, run.start
         size = segment.info.layout().codes[0].page_tokens
         while start < run.stop:
-            part = run.part(start, min(run.stop, end if start < end else start + most))
+            part = run.part(start, min(run.stop, end if start < end else start + max_tokens))
             places = range(part.span.start // size, (part.span.stop - 1) // size + 1)
-            own = {(segment.segment_id, page) for page in places}
-            if start >= end or not pages.isdisjoint(own):
+            new_pages = {(segment.segment_id, page) for page in places}
+            if start >= end or not pages.isdisjoint(new_pages):
                 groups.append([])
-                pages, end = set(), start + most
+                pages, end = set(), start + max_tokens
             groups[-1].append(part)
-            pages |= own
+            pages |= new_pages
             start = part.stop
     return groups
 

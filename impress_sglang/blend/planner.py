@@ -60,8 +60,8 @@ class BlendPlanner:
         space: tuple[str | None, str | None],
         tokens: Tokens,
         resident_len: int,
-        usual: LoadJob | None,
-        own: KVClass,
+        plain_job: LoadJob | None,
+        kv_class: KVClass,
         blend: float | str,
     ) -> BlendJob | Detail | None:
         """Plan how a request would blend.
@@ -80,7 +80,7 @@ class BlendPlanner:
             stored, else None.
         """
         service = self._service
-        if blend == OFF or own.share >= 1.0 or own.exact:
+        if blend == OFF or kv_class.share >= 1.0 or kv_class.exact:
             return None
         if not service.in_use or not service.store.health.readable:
             return None
@@ -89,25 +89,25 @@ class BlendPlanner:
             return None
         if self.refusal is not None:
             return Reason.BLEND_UNSUPPORTED, self.refusal
-        name, worst = store.namespace(namespace), own.worst(self._config.approximation_depth)
+        name, worst = store.namespace(namespace), kv_class.worst(self._config.approximation_depth)
         match = store.tree.match(name, tokens, least=worst)
         if match.num_tokens - resident_len < HEAD_TOKENS:
             # So few tokens are only how other prompts happen to begin: compute them, exactly.
             match = StoredMatch()
-        known = max(match.num_tokens, resident_len)
-        done = known if usual is None else max(usual.stop, known)
-        runs = content.find(name, tokens, known)
-        stop = (runs[-1].stop if runs else known) // self._page_size * self._page_size
-        runs = tuple(run.part(known, stop) for run in runs if run.start < stop)
+        prefix_len = max(match.num_tokens, resident_len)
+        done = prefix_len if plain_job is None else max(plain_job.stop, prefix_len)
+        runs = content.find(name, tokens, prefix_len)
+        stop = (runs[-1].stop if runs else prefix_len) // self._page_size * self._page_size
+        runs = tuple(run.part(prefix_len, stop) for run in runs if run.start < stop)
         more = sum(max(run.stop - max(run.start, done), 0) for run in runs)
-        least = self._config.blend_min_tokens
-        if more < least:
-            return (Reason.BLEND_TOO_SHORT, f"{more:,} of {least:,} tokens") if more else None
+        min_tokens = self._config.blend_min_tokens
+        if more < min_tokens:
+            return (Reason.BLEND_TOO_SHORT, f"{more:,} of {min_tokens:,} tokens") if more else None
         kinds = np.full(stop - resident_len, Kind.COMPUTED, np.uint8)
-        kinds[: known - resident_len] = Kind.KEPT
+        kinds[: prefix_len - resident_len] = Kind.KEPT
         for run in runs:
             kinds[run.start - resident_len : run.stop - resident_len] = Kind.REUSED
-        if known < HEAD_TOKENS:
+        if prefix_len < HEAD_TOKENS:
             kinds[: HEAD_TOKENS - resident_len] = Kind.COMPUTED
         work = RequestLengths(resident_len, stop - resident_len, len(tokens) + 1 - stop)
         read = (*runs_of(match, resident_len), *runs)
@@ -116,12 +116,12 @@ class BlendPlanner:
         share, estimate = self._choose(
             work, kinds, io, SHARES if blend == AUTO else (float(blend),)
         )
-        if (refusal := self._too_slow(estimate, usual)) is not None:
+        if (refusal := self._too_slow(estimate, plain_job)) is not None:
             # A drive that was slow may be faster again, and so may be blending.
             self._measure((runs[0].span,))
             learnt, now = estimate.compute, time.monotonic()
             _, estimate = self._choose(work, kinds, io, (share,), measured=False)
-            if self._too_slow(estimate, usual) or now < self._measure_at:
+            if self._too_slow(estimate, plain_job) or now < self._measure_at:
                 return refusal
             # Others share the model with the trial only for a small part of the time, however slow
             # blends were.
@@ -134,10 +134,10 @@ class BlendPlanner:
         # Touched, so that segments that are opened later are still there then.
         for segment in dict.fromkeys(run.span.segment for run in read):
             store.tree.touch(StoredMatch((StoredSpan(segment, 0, 1),)))
-        estimate = dataclasses.replace(estimate, bits=own.bits)
+        estimate = dataclasses.replace(estimate, bits=kv_class.bits)
         return BlendJob(
             store,
-            own,
+            kv_class,
             space,
             tokens[:stop],
             match,
@@ -151,16 +151,16 @@ class BlendPlanner:
             read_tokens=self._read_tokens,
         )
 
-    def _too_slow(self, estimate: Estimate, usual: LoadJob | None) -> Detail | None:
+    def _too_slow(self, estimate: Estimate, plain_job: LoadJob | None) -> Detail | None:
         """Why a blend that takes as long as estimated is refused; None if it is not."""
-        most = self._config.blend_seconds
-        if estimate.compute > most:
-            return Reason.BLEND_TOO_LONG, f"{estimate.compute:.1f} of {most:g} s"
+        max_seconds = self._config.blend_seconds
+        if estimate.compute > max_seconds:
+            return Reason.BLEND_TOO_LONG, f"{estimate.compute:.1f} of {max_seconds:g} s"
         if estimate.load is None or estimate.recompute is None:
             return None
         other = estimate.recompute
-        if usual is not None and usual.estimate.load is not None:
-            other = min(other, usual.estimate.load)
+        if plain_job is not None and plain_job.estimate.load is not None:
+            other = min(other, plain_job.estimate.load)
         if self._config.load != "always" and estimate.load > other:
             return Reason.BLEND_SLOWER, f"{1e3 * estimate.load:.1f} ms and {1e3 * other:.1f} ms"
         return None
@@ -178,13 +178,13 @@ class BlendPlanner:
 
         `measured`: see `Estimator.estimate_blend`.
         """
-        counts, found = np.bincount(kinds, minlength=len(Kind)), []
+        counts, estimates = np.bincount(kinds, minlength=len(Kind)), []
         for share in shares:
             checked = CHECKED_LAYERS / self._service.shape.num_layers if share else 0.0
             again = min(share + checked, 1.0)
             computed = float(counts[Kind.COMPUTED] + again * counts[Kind.REUSED])
             estimator = self._service.estimator
-            found.append(estimator.estimate_blend(work, computed, io, measured=measured))
+            estimates.append(estimator.estimate_blend(work, computed, io, measured=measured))
         # Before anything is known all seem to take as long.
-        chosen = most_of(found) if found[-1].known else -1
-        return shares[chosen], found[chosen]
+        chosen = most_of(estimates) if estimates[-1].known else -1
+        return shares[chosen], estimates[chosen]

@@ -50,11 +50,11 @@ _MAGIC = b"IMPRPAG\x01"
 _PREAMBLE = struct.Struct("<8sQQ16s")
 _ENTRY = struct.Struct(f"<{KEY_BYTES}sQQQ")
 # Of what a header says of itself before it is verified.
-_MOST_PAGES = 1 << 20
+_MAX_PAGES = 1 << 20
 # A pack is written and evicted as a whole; one read has neighbouring pages of it.
 PACK_BYTES, RUN_BYTES = 64 << 20, 32 << 20
 # Seconds between looks for packs of other processes.
-LOOK_SECONDS = 1.0
+SCAN_SECONDS = 1.0
 # For so many seconds other processes' bytes are not counted again; and the share of the quota that
 # is evicted at once, since that looks at all files.
 COUNT_SECONDS, SLACK = 10.0, 0.02
@@ -85,20 +85,20 @@ def _fill_pack(
     view: memoryview, pack: str, identity: bytes, pages: Mapping[bytes, memoryview]
 ) -> dict[bytes, Page]:
     """Fill memory of `pack_bytes` with a pack; returns where its pages are."""
-    at, found = _header_bytes(len(pages)), dict[bytes, Page]()
+    at, packed = _header_bytes(len(pages)), dict[bytes, Page]()
     for key, content in pages.items():
         page = Page(pack, at, len(content), xxhash.xxh3_64_intdigest(content))
         view[at : at + page.size] = content
         view[at + page.size : page.stop] = bytes(page.stop - at - page.size)
-        at, found[key] = page.stop, page
+        at, packed[key] = page.stop, page
     entries = b"".join(
-        _ENTRY.pack(key, page.offset, page.size, page.checksum) for key, page in found.items()
+        _ENTRY.pack(key, page.offset, page.size, page.checksum) for key, page in packed.items()
     )
-    rest = identity + entries
-    header = _PREAMBLE.pack(_MAGIC, len(found), _digest(len(found), rest), identity) + entries
+    body = identity + entries
+    header = _PREAMBLE.pack(_MAGIC, len(packed), _digest(len(packed), body), identity) + entries
     view[: len(header)] = header
-    view[len(header) : _header_bytes(len(found))] = bytes(_header_bytes(len(found)) - len(header))
-    return found
+    view[len(header) : _header_bytes(len(packed))] = bytes(_header_bytes(len(packed)) - len(header))
+    return packed
 
 
 def _read_pack(files: FileSystem, path: Path, identity: bytes) -> dict[bytes, Page]:
@@ -108,7 +108,7 @@ def _read_pack(files: FileSystem, path: Path, identity: bytes) -> dict[bytes, Pa
         with files.opened(path, os.O_RDONLY) as descriptor:
             files.read(descriptor, 0, memoryview(preamble))
             magic, count, digest, owner = _PREAMBLE.unpack(preamble)
-            if magic != _MAGIC or count > _MOST_PAGES:
+            if magic != _MAGIC or count > _MAX_PAGES:
                 raise ValueError("it is no pack of pages")
             entries = bytearray(count * _ENTRY.size)
             files.read(descriptor, _PREAMBLE.size, memoryview(entries))
@@ -125,8 +125,8 @@ def _header_bytes(pages: int) -> int:
     return round_up(_PREAMBLE.size + pages * _ENTRY.size, BLOCK_BYTES)
 
 
-def _digest(count: int, rest: bytes) -> int:
-    return xxhash.xxh3_64_intdigest(_MAGIC + struct.pack("<Q", count) + rest)
+def _digest(count: int, body: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(_MAGIC + struct.pack("<Q", count) + body)
 
 
 _Run = list[tuple[int, Page]]
@@ -161,12 +161,12 @@ class PageStore:
         self._index: dict[bytes, Page] = {}
         self._packs: dict[str, Sequence[bytes]] = {}
         self._probes: list[Future[None]] = []
-        self._held, self._counted_at, self._looked_at = 0, -COUNT_SECONDS, -LOOK_SECONDS
+        self._held, self._counted_at, self._scanned_at = 0, -COUNT_SECONDS, -SCAN_SECONDS
         self._in, self._out = (AlignedBuffer(), AlignedBuffer()), AlignedBuffer()
         try:
             self._files.make_directory(self._folder, parents=True)
             self._direct = self._files.supports_direct_io(self._folder)
-            self._look()
+            self._scan()
         except OSError as error:
             raise ConfigError(f"{self._folder} cannot be used: {error}") from error
         self._reader, self._writer = BackgroundThread("pages-read"), BackgroundThread("pages-write")
@@ -182,8 +182,8 @@ class PageStore:
         if not self._usable(reading=True):
             return 0
         has = self.has(keys)
-        if not all(has) and time.monotonic() - self._looked_at > LOOK_SECONDS:
-            self._await(self._reader.submit(self._look), "packs cannot be listed", reading=True)
+        if not all(has) and time.monotonic() - self._scanned_at > SCAN_SECONDS:
+            self._await(self._reader.submit(self._scan), "packs cannot be listed", reading=True)
             has = self.has(keys)
         return [*has, False].index(False)
 
@@ -192,7 +192,7 @@ class PageStore:
 
         Returns for each page whether it was read.
         """
-        found = [False] * len(keys)
+        done = [False] * len(keys)
         with self._reading:
             begun: tuple[_Run, Future[dict[int, memoryview] | None]] | None = None
             # Each run is read while the one before it is put.
@@ -203,8 +203,8 @@ class PageStore:
                 contents = {} if earlier is None else self._taken(*earlier)
                 for place, content in contents.items():
                     put(place, content)
-                    found[place] = True
-        return found
+                    done[place] = True
+        return done
 
     def set(self, keys: Sequence[bytes], content: Callable[[int], memoryview | None]) -> list[bool]:
         """Store pages that are not stored; `content` of a place is asked for only then.
@@ -214,9 +214,9 @@ class PageStore:
         with self._writing:
             contents: dict[bytes, memoryview] = {}
             for place, has in enumerate(self.has(keys)):
-                own = content(place) if not has and self._usable(reading=False) else None
-                if own is not None:
-                    contents[keys[place]] = own
+                page = content(place) if not has and self._usable(reading=False) else None
+                if page is not None:
+                    contents[keys[place]] = page
                 if contents and sum(map(len, contents.values())) >= PACK_BYTES:
                     self._store(contents)
                     contents = {}
@@ -241,8 +241,8 @@ class PageStore:
     def _runs(self, keys: Sequence[bytes]) -> list[_Run]:
         runs: list[_Run] = []
         with self._lock:
-            wanted = [(place, self._index.get(key)) for place, key in enumerate(keys)]
-        for place, page in wanted:
+            pages = [(place, self._index.get(key)) for place, key in enumerate(keys)]
+        for place, page in pages:
             if page is None:
                 continue
             if runs:
@@ -273,15 +273,15 @@ class PageStore:
 
     def _store(self, contents: Mapping[bytes, memoryview]) -> None:
         name = f"{secrets.token_hex(16)}{SUFFIX}"
-        view = self._out.view(pack_bytes([len(own) for own in contents.values()]))
-        found = _fill_pack(view, name, self._identity, contents)
+        view = self._out.view(pack_bytes([len(page) for page in contents.values()]))
+        packed = _fill_pack(view, name, self._identity, contents)
         writing = self._writer.submit(self._write, name, view)
         stored = self._await(writing, "pages cannot be written", reading=False)
         if stored is None:
             # The thread may still read it.
             self._out = AlignedBuffer()
         elif stored:
-            self._add(name, found)
+            self._add(name, packed)
 
     def _usable(self, *, reading: bool) -> bool:
         """Whether the disk can be read, or written; begins and ends probes of one that failed."""
@@ -324,15 +324,15 @@ class PageStore:
 
     # On the threads.
 
-    def _look(self) -> None:
+    def _scan(self) -> None:
         """Take in packs of other processes, and forget those that are gone."""
-        self._looked_at = time.monotonic()
+        self._scanned_at = time.monotonic()
         with self._lock:
-            known = set(self._packs)
+            indexed = set(self._packs)
         names = {name for name in self._files.list(self._folder) if name.endswith(SUFFIX)}
-        for pack in known - names:
+        for pack in indexed - names:
             self._forget(pack)
-        for pack in sorted(names - known):
+        for pack in sorted(names - indexed):
             try:
                 self._add(pack, _read_pack(self._files, self._folder / pack, self._identity))
             except FileNotFoundError:
@@ -393,9 +393,9 @@ class PageStore:
         self._held, self._counted_at = sum(size for _, size, _ in held), time.monotonic()
         if needed > min(self._quota, free + self._held):
             return False
-        most = self._quota if self._held + needed <= self._quota else self._quota * (1 - SLACK)
+        limit = self._quota if self._held + needed <= self._quota else self._quota * (1 - SLACK)
         for _, size, path in sorted(held):
-            if self._held + needed <= most and needed <= free:
+            if self._held + needed <= limit and needed <= free:
                 break
             self._remove(path)
             self._held, free = self._held - size, free + size

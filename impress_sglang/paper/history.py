@@ -52,7 +52,7 @@ class TokenHistory:
         key = self._selected if self._importance is None else self._importance
         return key.astype(np.float32)
 
-    def note(
+    def observe(
         self,
         layer: int,
         start: int,
@@ -75,8 +75,8 @@ class TokenHistory:
         weight = np.maximum(1.0 / np.maximum(accesses, 1), AVERAGE_WEIGHT).astype(np.float32)
         average = self._selected[layer, :, part]
         seen = np.zeros(average.shape, np.float32)
-        for own, wanted in zip(seen, selected - first, strict=True):
-            own[wanted[(wanted >= 0) & (wanted < num_tokens)]] = STEPS
+        for row, tokens in zip(seen, selected - first, strict=True):
+            row[tokens[(tokens >= 0) & (tokens < num_tokens)]] = STEPS
         average[:] = np.rint(average + weight * (seen - average))
         if self._importance is not None:
             sums = self._importance[layer, :, part]

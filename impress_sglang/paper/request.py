@@ -83,9 +83,9 @@ class StoredRequest:
         shape, source, k = self.shape, self.source, self.k
         probe, all_keys, sets, scores = None, None, None, None
 
-        def scored(own: Tensor, score: Scorer) -> Tensor:
-            asking = queries[:, : own.shape[1] * shape.group_size]
-            return score(asking, own, keys, self.resident_slots, new_keys, scaling)
+        def scored(head_keys: Tensor, score: Scorer) -> Tensor:
+            asking = queries[:, : head_keys.shape[1] * shape.group_size]
+            return score(asking, head_keys, keys, self.resident_slots, new_keys, scaling)
 
         if shape.probe_kv_heads:
             with self.timed("load_ms"):
@@ -111,10 +111,10 @@ class StoredRequest:
             groups = len(shape.head_groups)
             # A head group with several heads loads what any of its heads uses.
             loaded = sets.expand(groups, -1) if groups >= len(sets) else sets.unique()[None]
-            others, found = source.read(layer, loaded.numpy(), keys=all_keys is None)
-            assert found is not None
+            others, loaded_values = source.read(layer, loaded.numpy(), keys=all_keys is None)
+            assert loaded_values is not None
             place = None if loaded.shape[1] == k else torch.searchsorted(loaded[0], sets)
-            found = found if place is None else _of_heads(found, place)
+            loaded_values = loaded_values if place is None else _of_heads(loaded_values, place)
             if all_keys is not None:
                 chosen = _of_heads(all_keys, sets)
             else:
@@ -122,7 +122,7 @@ class StoredRequest:
                     probe = probe.index_select(0, loaded[0].to(probe.device, non_blocking=True))
                 chosen = _joined(probe, others)
             keys.index_copy_(0, self.slots, chosen)
-            values.index_copy_(0, self.slots, found)
+            values.index_copy_(0, self.slots, loaded_values)
             source.note_selection(layer, loaded.numpy(), scores)
         return loaded
 
@@ -173,8 +173,8 @@ def probe_scorer(keys: Tensor) -> Scorer:
 
 def _joined(probe: Tensor | None, others: Tensor | None) -> Tensor:
     """Join the keys of probe heads, which are the first, and of others: [rows, G, Dk]."""
-    found = [own for own in (probe, others) if own is not None]
-    return found[0] if len(found) == 1 else torch.cat(found, 1)
+    parts = [part for part in (probe, others) if part is not None]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _of_heads(rows: Tensor, sets: Tensor) -> Tensor:

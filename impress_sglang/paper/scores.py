@@ -12,7 +12,7 @@ from torch import Tensor
 
 # The most weights at once, unless there were fewer queries than the second of these numbers: memory
 # does not grow with the product of queries and tokens.
-MOST_WEIGHTS, LEAST_QUERIES = 1 << 24, 16
+MAX_WEIGHTS, MIN_QUERIES = 1 << 24, 16
 
 
 def column_sums(
@@ -45,18 +45,18 @@ def column_sums(
         return total
     group, sums = num_heads // key_heads, total.view(key_heads, -1, num_prefix)
     num_before = len(resident_rows)
-    size = max(LEAST_QUERIES, MOST_WEIGHTS // (group * (num_before + num_prefix + len(new_keys))))
+    size = max(MIN_QUERIES, MAX_WEIGHTS // (group * (num_before + num_prefix + len(new_keys))))
     for head in range(key_heads):
         # [D, keys]: what a query sees, in the order of positions.
         before = pool_keys[:, head].index_select(0, resident_rows)
         keys = torch.cat([before, prefix_keys[:, head], new_keys[:, head]]).float().T
         asking = queries[:, head * group : (head + 1) * group].float() * scaling
-        for start, own in zip(range(0, num_queries, size), asking.split(size), strict=True):
-            stop = num_before + num_prefix + start + len(own)
+        for start, tile in zip(range(0, num_queries, size), asking.split(size), strict=True):
+            stop = num_before + num_prefix + start + len(tile)
             # [n, g, keys]; a query sees new tokens up to its own.
-            weights = own @ keys[:, :stop]
-            hidden = torch.ones(len(own), len(own), dtype=torch.bool, device=keys.device).triu_(1)
-            weights[..., stop - len(own) :].masked_fill_(hidden[:, None], float("-inf"))
+            weights = tile @ keys[:, :stop]
+            hidden = torch.ones(len(tile), len(tile), dtype=torch.bool, device=keys.device).triu_(1)
+            weights[..., stop - len(tile) :].masked_fill_(hidden[:, None], float("-inf"))
             # One exponential; the division by each row's sum is folded into the sum of columns.
             weights.sub_(weights.amax(-1, keepdim=True)).exp_()
             shares = weights.sum(-1).reciprocal_()
@@ -87,8 +87,8 @@ def retained_tokens(num_tokens: int, retention: float) -> int:
 
 def similarity_threshold(k: int, num_tokens: int, alpha: float) -> float:
     """t = j**alpha, where j is the Jaccard index that two random sets of size k would have."""
-    share = k / num_tokens
-    return float((share / (2.0 - share)) ** alpha)
+    fraction = k / num_tokens
+    return float((fraction / (2.0 - fraction)) ** alpha)
 
 
 def agreed_tokens(scores: Tensor, k: int, threshold: float) -> Tensor | None:

@@ -50,7 +50,7 @@ class LoadCosts:
             for per_pair in (START_SECONDS_PER_SCORED, START_SECONDS_PER_LOADED)
         )
 
-    def note(self, work: RequestLengths, seconds: float, *, whole: bool) -> None:
+    def observe(self, work: RequestLengths, seconds: float, *, whole: bool) -> None:
         """Learn that loading a part of the stored tokens took `seconds`, or the `whole`."""
         cost, pairs = self._of(work, whole=whole)
         cost.observe(work.stored, pairs, seconds)
@@ -83,7 +83,7 @@ class PartService(Service):
         return store
 
     def plan(
-        self, match: StoredMatch, resident_len: int, num_tokens: int, wanted: LoadOptions
+        self, match: StoredMatch, resident_len: int, num_tokens: int, options: LoadOptions
     ) -> PartPlan | None:
         """Plan how a prompt of `num_tokens` tokens, of which `resident_len` are in SGLang's tree,
         would use its stored prefix; None if it would not.
@@ -98,23 +98,23 @@ class PartService(Service):
         if not segments.can_read(spans, in_codes=False):
             return None
         work = RequestLengths(resident_len, count, num_tokens - match.num_tokens)
-        shares = [wanted.retention]
-        if self.config.retention == AUTO and not wanted.chosen:
-            shares = [*(own for own in RETENTIONS if own > wanted.retention), wanted.retention]
-        for share in shares:
-            if share >= 1.0:
+        shares = [options.retention]
+        if self.config.retention == AUTO and not options.chosen:
+            shares = [*(share for share in RETENTIONS if share > shares[0]), *shares]
+        for retention in shares:
+            if retention >= 1.0:
                 num_bytes: float = segments.bytes_to_read(spans, codes=False)
             else:
-                num_bytes = store.expected_bytes(spans, share)
-            hit = self.estimator.pass_seconds(resident_len + share * count, work.new)
-            hit += self.loading.seconds(work, whole=share >= 1.0)
-            found = self.estimator.estimate(work, segments.seconds_to_read(num_bytes))
-            found = dataclasses.replace(found, retention=share, compute=hit)
-            if not found.unhidden():
+                num_bytes = store.expected_bytes(spans, retention)
+            hit = self.estimator.pass_seconds(resident_len + retention * count, work.new)
+            hit += self.loading.seconds(work, whole=retention >= 1.0)
+            estimate = self.estimator.estimate(work, segments.seconds_to_read(num_bytes))
+            estimate = dataclasses.replace(estimate, retention=retention, compute=hit)
+            if not estimate.unhidden():
                 break
-        loads = self.config.load == "always" or found.loads_faster()
-        used = retained_tokens(count, found.retention)
-        return PartPlan(match, resident_len, used, found, loads)
+        loads = self.config.load == "always" or estimate.loads_faster()
+        used = retained_tokens(count, estimate.retention)
+        return PartPlan(match, resident_len, used, estimate, loads)
 
     def reorder(self) -> dict[str, int]:
         """See `Service.reorder`."""

@@ -29,9 +29,9 @@ class WantedRows(Wanted):
         self._offsets: dict[Column, Indices] = {}
         blocks: Flags = np.zeros(layout.columns.num_bytes // BLOCK_BYTES, np.bool_)
         counts = np.zeros((len(layout.columns), layout.num_chunks), np.int64)
-        for column, own in rows.items():
+        for column, column_rows in rows.items():
             pages, size = layout.columns[column], layout.columns[column].group_bytes
-            number, inside = np.divmod(own, layout.chunk_tokens)
+            number, inside = np.divmod(column_rows, layout.chunk_tokens)
             offsets = layout.columns.starts[column] + number * pages.page_bytes + inside * size
             self._offsets[column] = offsets
             for step in {*range(0, size, BLOCK_BYTES), size - 1}:
@@ -82,7 +82,7 @@ class PartSource(StoredSource):
         if whole:
             certain = [probe, (*keys, *values)] if probe else [(*keys, *values)]
         self._ahead = [
-            [WantedRows(own.layout, dict.fromkeys(part, np.array(t))) for own, t, _ in self.spans]
+            [WantedRows(span.layout, dict.fromkeys(part, np.array(t))) for span, t, _ in self.spans]
             for part in certain
         ]
         self._histories = tuple(histories)
@@ -101,8 +101,10 @@ class PartSource(StoredSource):
         wanted = self._ahead[0]
         self._chosen, self._probing = False, True
         blocks = self._take(layer, dict(enumerate(wanted)), last=False)
-        found = [own.rows_in(part, PROBE) for own, part in zip(wanted, blocks, strict=True)]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        parts = [
+            layer_rows.rows_in(part, PROBE) for layer_rows, part in zip(wanted, blocks, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def read(
         self, layer: int, tokens: Indices | None, *, keys: bool = True, values: bool = True
@@ -128,16 +130,16 @@ class PartSource(StoredSource):
             if not inside.any() or not kinds:
                 continue
             rows: dict[Column, Indices] = {}
-            places[number] = [np.flatnonzero(own) for own in inside]
+            places[number] = [np.flatnonzero(selected) for selected in inside]
             for group, place in enumerate(places[number]):
-                own = tokens[group, place] + (span.start - first)
+                places_in_span = tokens[group, place] + (span.start - first)
                 if segment.mapping is not None:
-                    own = segment.mapping[layer, group][own].astype(np.int64)
-                rows.update({columns[group]: own for columns in kinds})
+                    places_in_span = segment.mapping[layer, group][places_in_span].astype(np.int64)
+                rows.update({columns[group]: places_in_span for columns in kinds})
             wanted[number] = WantedRows(segment.layout, rows)
         blocks, k = self._take(layer, wanted) if wanted else [], tokens.shape[1]
-        found = [self._joined(columns, wanted, places, blocks, k) for columns in kinds]
-        return found.pop(0) if keys else None, found.pop(0) if values else None
+        columns_read = [self._joined(columns, wanted, places, blocks, k) for columns in kinds]
+        return columns_read.pop(0) if keys else None, columns_read.pop(0) if values else None
 
     def note_selection(self, layer: int, selected: Indices, importance: Tensor | None) -> None:
         """Note which tokens [head groups, k] the layer uses; updates the averages.
@@ -149,7 +151,7 @@ class PartSource(StoredSource):
             self.spans, self._firsts[:-1], self._histories, strict=True
         ):
             part = None if importance is None else importance[:, first : first + len(span)]
-            history.note(layer, span.start, len(span), selected, first, part)
+            history.observe(layer, span.start, len(span), selected, first, part)
 
     def _joined(
         self,
@@ -162,28 +164,28 @@ class PartSource(StoredSource):
         """The rows of k tokens in columns of keys or of values, [k, heads, D], from all spans."""
         shape, device = self.shape, self._cache.device
         if len(wanted) == len(columns) == 1:
-            (own,) = wanted.values()
-            return own.rows_in(blocks[0], columns[0])
+            (span_rows,) = wanted.values()
+            return span_rows.rows_in(blocks[0], columns[0])
         # Those of one column are as many as those of another.
         heads = len(shape.heads[columns[0]])
         size = k, heads * len(columns), shape.head_dim(columns[0])
-        found = torch.empty(*size, dtype=shape.dtype, device=device)
-        for (number, own), part in zip(wanted.items(), blocks, strict=True):
-            targets = found.split(heads, 1)
+        joined = torch.empty(*size, dtype=shape.dtype, device=device)
+        for (number, span_rows), part in zip(wanted.items(), blocks, strict=True):
+            targets = joined.split(heads, 1)
             for column, place, target in zip(columns, places[number], targets, strict=True):
                 rows = torch.from_numpy(place).to(device, non_blocking=True)
-                target.index_copy_(0, rows, own.rows_in(part, column))
-        return found
+                target.index_copy_(0, rows, span_rows.rows_in(part, column))
+        return joined
 
     def _count(
         self, wanted: Mapping[int, Wanted], missing: Sequence[int], access: Access
     ) -> tuple[int, int, int]:
-        found = super()._count(wanted, missing, access)
+        counts = super()._count(wanted, missing, access)
         if self._chosen:
-            self.stats.important_bytes += sum(found)
-            self.stats.important_device_bytes += found[Tier.DEVICE]
+            self.stats.important_bytes += sum(counts)
+            self.stats.important_device_bytes += counts[Tier.DEVICE]
         if not self._probing:
             self.stats.selected_chunks += len(access.tiers)
             for number, count in zip(wanted, missing, strict=True):
                 self._histories[number].ssd_bytes += count * BLOCK_BYTES
-        return found
+        return counts

@@ -93,7 +93,7 @@ class PartStore(PrefixStore):
         A block is read if any of its rows is. Where tokens stand in the order of importance, what
         is wanted of a layer stands together.
         """
-        found, shape = 0.0, self._shape
+        total, shape = 0.0, self._shape
         for span in spans:
             info = span.segment.info
             layout = info.geometry
@@ -108,8 +108,8 @@ class PartStore(PrefixStore):
                 first = column * layout.num_chunks
                 wanted[first : first + layout.num_chunks] = 1.0
             blocks = (tiers == Tier.SSD).sum(0) @ (chunks.count * wanted)
-            found += len(span) / layout.num_tokens * float(blocks) * BLOCK_BYTES
-        return found
+            total += len(span) / layout.num_tokens * float(blocks) * BLOCK_BYTES
+        return total
 
     def close_source(self, source: StoredSource) -> None:
         """See `PrefixStore.close_source`; a rewrite of what was read may pay now."""
@@ -183,18 +183,18 @@ class PartStore(PrefixStore):
             self.enqueue_rewrites()
         while self._queue and self._job is None:
             segment = self._queue[0]
-            there = self.tree.get(segment.segment_id) is segment and segment.ready
+            current = self.tree.get(segment.segment_id) is segment and segment.ready
             # With mapping lists, a file is longer than the first one of the same tokens.
             info = dataclasses.replace(segment.info, generation=segment.info.generation + 1)
             file_bytes = info.layout().file_bytes
             fits = quota.has_room(file_bytes)
-            if there and fits and not quota.has_room(file_bytes + removing):
+            if current and fits and not quota.has_room(file_bytes + removing):
                 return
             self._queue.popleft()
-            if there and fits:
+            if current and fits:
                 self._begin_rewrite(segment, dataclasses.replace(info, segment_id=uuid.uuid4().hex))
                 quota.reserved_bytes = file_bytes
-            self._counts["without_space"] += there and not fits
+            self._counts["without_space"] += current and not fits
 
     def _begin_rewrite(self, stored: StoredSegment, info: SegmentInfo) -> None:
         # Where others branch off.
@@ -282,7 +282,7 @@ def _decode_layer(
     shape, flat = layout.shape, torch.frombuffer(memory, dtype=torch.uint8)
     keys = torch.empty(layout.num_tokens, shape.num_kv_heads, shape.key_dim, dtype=shape.dtype)
     values = keys.new_empty(layout.num_tokens, shape.num_kv_heads, shape.value_dim)
-    parts = flat.split([own.num_bytes for own in layout.columns])
+    parts = flat.split([column.num_bytes for column in layout.columns])
     for column, (pages, part) in enumerate(zip(layout.columns, parts, strict=True)):
         if pages.group_bytes:
             target = values if column in shape.value_columns else keys

@@ -38,7 +38,7 @@ MESSAGE = {"impress": 1}
 """`server_args` of a message whose `rid` is a request: a JSON object of `verb` and its fields."""
 _FIELDS: dict[str, Any] = dict.fromkeys(("input_ids", "extra_key", "cache_salt", "older_than"))
 _FIELDS |= {"everything": False, "name": "", "begin": False}
-MOST_SEGMENTS = 100
+MAX_SEGMENTS = 100
 FAULT = {"error": "the request could not be carried out; the server's log says why", "status": 500}
 
 
@@ -91,17 +91,17 @@ def _reorder(cache: ServedCache, _: Any) -> Any:
     return cache.service.reorder()
 
 
-def _foretell(cache: ServedCache, asked: Any) -> dict[str, Any]:
+def _explain_prompt(cache: ServedCache, asked: Any) -> dict[str, Any]:
     """What is stored of a prompt, and why no more; for `warm`, of what was computed exactly."""
     _store(cache)
-    service, space, tokens = cache.service, namespace_of(asked), as_tokens(asked.input_ids)
+    service, namespace, tokens = cache.service, namespace_of(asked), as_tokens(asked.input_ids)
     exactly = asked.verb == "warm"
-    wanted = LoadOptions() if exactly else load_options_of(None, service.config)
-    least = EXACT if exactly else service.least(wanted)
-    stored = cache.planner.match(space, tokens, least).num_tokens
+    options = LoadOptions() if exactly else load_options_of(None, service.config)
+    min_quality = EXACT if exactly else service.least(options)
+    stored = cache.planner.match(namespace, tokens, min_quality).num_tokens
     report = new_report(service.policy.name, stored, len(tokens))
-    seen = None if cache.sights is None else cache.sights.note(space, tokens, count=False)
-    why = cache.planner.explain(report, space, tokens, wanted, seen, admitted=False)
+    seen = None if cache.sights is None else cache.sights.note(namespace, tokens, count=False)
+    why = cache.planner.explain(report, namespace, tokens, options, seen, admitted=False)
     return {"tokens": len(tokens), "stored_tokens": stored, "why": why}
 
 
@@ -141,12 +141,12 @@ def _pin(cache: ServedCache, asked: Any) -> dict[str, Any]:
 def _purge(cache: ServedCache, asked: Any) -> dict[str, Any]:
     """Take a step of a purge; its `name` tells it from another one that says the same."""
     store, tokens, key = _store(cache), None, None
-    space = None if asked.everything else namespace_of(asked)
+    namespace = None if asked.everything else namespace_of(asked)
     if asked.input_ids is not None:
         ids = _whole(cache, asked.input_ids)
         tokens = as_tokens(ids)
         key = RadixKey(array("q", ids), asked.extra_key, cache_salt=asked.cache_salt)
-    text, name = repr(asked), None if space is None else store.namespace(space)
+    text, name = repr(asked), None if namespace is None else store.namespace(namespace)
     purge = cache.service.purges.go_on(text, lambda: Purge(name, tokens, asked.older_than))
     failure: Exception | None = None
     purged, pool, more = Counter[str](), 0, False
@@ -157,13 +157,13 @@ def _purge(cache: ServedCache, asked: Any) -> dict[str, Any]:
         failure = error
     if asked.older_than is None:
         # The writes of what is purged have been given up, and lock nothing any more.
-        pool, more = cache.sweeps.step(text, space, key)
-    left = cache.ranks.any(purge.left) or more
+        pool, more = cache.sweeps.step(text, namespace, key)
+    unfinished = cache.ranks.any(purge.left) or more
     if failure is not None:
         raise failure
     # What is done stays, as other replicas may have more to do.
     names = ("segments", "tokens", "bytes", "writes", "unpinned")
-    return {own: purged[own] for own in names} | {"pool_tokens": pool, "left": left}
+    return {field: purged[field] for field in names} | {"pool_tokens": pool, "left": unfinished}
 
 
 def _overview(cache: ServedCache, asked: Any) -> dict[str, Any]:
@@ -173,13 +173,13 @@ def _overview(cache: ServedCache, asked: Any) -> dict[str, Any]:
     that build on it.
     """
     recent, store, below = cache.service.recent, cache.service.opened, asked.below
-    found: Iterable[StoredSegment] = ()
+    candidates: Iterable[StoredSegment] = ()
     if store is not None and below is None:
-        found = store.tree.order.latest()
+        candidates = store.tree.order.latest()
     elif store is not None and (segment := store.tree.get(str(below))) is not None:
-        found = store.tree.on_top(segment)
-    shown = itertools.islice(found, MOST_SEGMENTS)
-    segments = [] if store is None else [_row(recent, store, own) for own in shown]
+        candidates = store.tree.on_top(segment)
+    shown = itertools.islice(candidates, MAX_SEGMENTS)
+    segments = [] if store is None else [_row(recent, store, segment) for segment in shown]
     if below is not None:
         return {"segments": segments}
     return {
@@ -224,8 +224,8 @@ VERBS: dict[str, Callable[[ServedCache, Any], Any]] = {
     "overview": _overview,
     "check": lambda cache, asked: {"integrity": cache.check(begin=asked.begin)},
     "reorder": _reorder,
-    "why": _foretell,
-    "warm": _foretell,
+    "why": _explain_prompt,
+    "warm": _explain_prompt,
     "pin": _pin,
     "unpin": _pin,
     "purge": _purge,

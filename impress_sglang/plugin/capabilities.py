@@ -197,7 +197,7 @@ def identity_of_options(options: Any) -> dict[str, object]:
 
     arguments = {f"--{name}": getattr(options, name, None) for name in _IDENTITY}
     # Stores of earlier versions of this package know nothing of these.
-    arguments |= {f"--{name}": own for name in _ALSO if (own := getattr(options, name, None))}
+    arguments |= {f"--{name}": value for name in _ALSO if (value := getattr(options, name, None))}
     return arguments | {name: getattr(envs, name).get() for name in _ENVIRONMENT_IDENTITY}
 
 
@@ -248,7 +248,7 @@ def check_model(model_config: Any, options: ImpressConfig) -> None:
         ropes = getattr(config, name, None) or {}
         # Layers with windows may turn keys otherwise than the rest.
         each = list(ropes.values()) if ropes.keys() <= _LAYER_TYPES else [ropes]
-        for rope in (own or {} for own in each):
+        for rope in (entry or {} for entry in each):
             kind = rope.get("rope_type", rope.get("type", "default"))
             nested = any(isinstance(value, dict) for value in rope.values())
             if kind not in ROPE_TYPES or nested:
@@ -303,12 +303,15 @@ def check_layers(runner: Any, tp_size: int = 1, *, windows: bool = False) -> Non
                 )
         if latent:
             continue
-        own, number = pool_of(pool, layer.layer_id), f"layer {layer.layer_id} has other"
+        layer_pool, number = pool_of(pool, layer.layer_id), f"layer {layer.layer_id} has other"
         heads = layer.tp_q_head_num, layer.tp_k_head_num, layer.tp_v_head_num
         dims = layer.head_dim, layer.qk_head_dim, layer.v_head_dim
-        if heads != (runner.model_config.num_attention_heads // tp_size, *[own.head_num] * 2):
+        if heads != (
+            runner.model_config.num_attention_heads // tp_size,
+            *[layer_pool.head_num] * 2,
+        ):
             raise UnsupportedError(f"{number} heads than the KV pool: {heads}")
-        if dims != (own.head_dim, own.head_dim, own.v_head_dim):
+        if dims != (layer_pool.head_dim, layer_pool.head_dim, layer_pool.v_head_dim):
             raise UnsupportedError(f"{number} widths than the KV pool: {dims}")
 
 

@@ -119,22 +119,22 @@ def serve_refusal(req: Any, allowed: frozenset[str] = frozenset()) -> str | None
     """Why a request may not be served from the store, but for `allowed` fields; None if it may."""
     fields, plain = vars(req), plain_fields()
     # Nearly all that is left is the very same: None or False.
-    found = [
+    refusing = [
         name
         for name in fields.keys() - REQUEST
         if fields[name] is not plain.get(name, _MISSING)
         and name not in allowed
         and not _is_plain(name, fields[name], plain.get(name, _MISSING))
     ]
-    if found:
-        return min(found, key=lambda name: (name == _LAST, name))
+    if refusing:
+        return min(refusing, key=lambda name: (name == _LAST, name))
     # Such tokens stand for media, which a session may have forgotten, or for states.
     tokens = np.asarray(req.origin_input_ids)
     if len(tokens) and (tokens.max() >= MM_PAD_SHIFT_VALUE or tokens.min() < 0):
         return "origin_input_ids"
-    params, usual = req.sampling_params, SamplingParams()
+    params, defaults = req.sampling_params, SamplingParams()
     for name in _sampling_fields():
-        if not _is_plain(name, getattr(params, name), getattr(usual, name)):
+        if not _is_plain(name, getattr(params, name), getattr(defaults, name)):
             return name
     return None
 

@@ -79,17 +79,21 @@ def _after_add_cli_args(result: Any, parser: argparse.ArgumentParser) -> None:
 
 
 def _after_from_cli_args(server_args: Any, *arguments: Any) -> Any:
-    def told() -> ImpressConfig | None:
-        values = {own: getattr(arguments[-1], _DEST_PREFIX + own.field, None) for own in OPTIONS}
-        given = {own: value for own, value in values.items() if value is not None}
+    def parse() -> ImpressConfig | None:
+        values = {
+            option: getattr(arguments[-1], _DEST_PREFIX + option.field, None) for option in OPTIONS
+        }
+        given = {option: value for option, value in values.items() if value is not None}
         if getattr(arguments[-1], "enable_impress", False):
-            return ImpressConfig.from_options({own.field: value for own, value in given.items()})
+            return ImpressConfig.from_options(
+                {option.field: value for option, value in given.items()}
+            )
         if given:
-            flags = ", ".join(own.flag for own in given)
+            flags = ", ".join(option.flag for option in given)
             raise ConfigError(f"{flags} needs --enable-impress")
         return None
 
-    if (config := _or_exit(told)) is not None:
+    if (config := _or_exit(parse)) is not None:
         setattr(server_args, CONFIG_ATTRIBUTE, config)
         setattr(server_args, FROM_CLI_ATTRIBUTE, True)
     return server_args
@@ -164,9 +168,9 @@ def _around_init(
     weights = None
     if server_args.hicache_storage_backend == "dynamic":
         # If it is ours, it asks for the identity of the weights while the scheduler is made.
-        from impress_sglang.hicache.plugin.backend import note
+        from impress_sglang.hicache.plugin.backend import remember_scheduler
 
-        weights = note(scheduler)
+        weights = remember_scheduler(scheduler)
     original(scheduler, server_args, *args, **kwargs)
     from impress_sglang.plugin.hooks import connect
 

@@ -74,9 +74,9 @@ def connected(
     service.self_test_seconds, service.counts = self_test, counts_of(context)
     # Nodes of the other core cannot be looked at, as purging and sharing by score must.
     context.params.tree_core_backend = "python"
-    rest = service, runner.model, layers, runner.forward_stream, read_identity, ranks
+    arguments = service, runner.model, layers, runner.forward_stream, read_identity, ranks
     cache = create_unified_radix_cache(
-        context, cache_class=lambda params: cache_class(params, *rest, runner.lora_manager)
+        context, cache_class=lambda params: cache_class(params, *arguments, runner.lora_manager)
     )
     assert isinstance(cache, cache_class)
     if cache.metrics_collector is not None:
@@ -108,10 +108,10 @@ def identity_of(context: Any, shape: object, drafts: Sequence[Any] = ()) -> str:
         architecture["windows"] = runner.token_to_kv_pool.layers_mapping
     if hasattr(runner.req_to_token_pool, "mamba_pool"):
         architecture["states"] = kinds_of_states(runner.req_to_token_pool)
-    for number, own in enumerate(drafts):
-        tensors += [(f"draft {number} {name}", tensor) for name, tensor in kv_tensors(own.model)]
-        config = _architecture(own.model_config.hf_text_config)
-        architecture[f"draft {number}"] = (config, own.token_to_kv_pool.dtype, _scaling(own))
+    for number, draft in enumerate(drafts):
+        tensors += [(f"draft {number} {name}", tensor) for name, tensor in kv_tensors(draft.model)]
+        config = _architecture(draft.model_config.hf_text_config)
+        architecture[f"draft {number}"] = (config, draft.token_to_kv_pool.dtype, _scaling(draft))
     if context.params.pp_size > 1:
         architecture["stage"] = context.params.pp_rank, context.params.pp_size
     return model_identity(
@@ -125,21 +125,21 @@ def identity_of(context: Any, shape: object, drafts: Sequence[Any] = ()) -> str:
 
 def _scaling(runner: Any) -> dict[str, object]:
     """How KVs were turned into the dtype of a pool that does not have the model's."""
-    pool, found = runner.token_to_kv_pool, dict[str, object]()
+    pool, scaling = runner.token_to_kv_pool, dict[str, object]()
     scales = [
-        [None if own is None else float(own) for own in (layer.k_scale, layer.v_scale)]
+        [None if scale is None else float(scale) for scale in (layer.k_scale, layer.v_scale)]
         for layer in runner.model.modules()
         if isinstance(layer, RadixAttention)
     ]
     if pool.dtype != runner.model_config.dtype:
-        found = {"kv_dtype": str(pool.dtype), "kv_scales": scales}
-    if any(own not in (None, 1.0) for both in scales for own in both):
+        scaling = {"kv_dtype": str(pool.dtype), "kv_scales": scales}
+    if any(scale not in (None, 1.0) for both in scales for scale in both):
         # Backends differ in whether they divide by them, some also if the dtype is the model's.
-        found |= {
+        scaling |= {
             name: getattr(runner, name)
             for name in ("prefill_attention_backend_str", "decode_attention_backend_str")
         }
-    return found
+    return scaling
 
 
 def kv_tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
@@ -149,7 +149,10 @@ def kv_tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
     SGLang gives some of them (rotary tables) another dtype or length, without effect on KVs.
     """
     saved = model.state_dict().keys()
-    return [*model.named_parameters(), *(own for own in model.named_buffers() if own[0] in saved)]
+    return [
+        *model.named_parameters(),
+        *(buffer for buffer in model.named_buffers() if buffer[0] in saved),
+    ]
 
 
 def kv_shape(runner: Any, policy: Policy, config: ImpressConfig, tp_size: int = 1) -> KVShape:
@@ -158,30 +161,33 @@ def kv_shape(runner: Any, policy: Policy, config: ImpressConfig, tp_size: int = 
     `tp_size` ranks share the heads of a layer. No heads are probe heads. Raises `UnsupportedError`.
     """
     pool, model = full_pool(runner.token_to_kv_pool), runner.model_config
-    streams = streams_of(pool, model.dtype)
+    kv_format = streams_of(pool, model.dtype)
     return KVShape(
         num_layers=pool.layer_num,
         num_query_heads=model.num_attention_heads // tp_size,
-        num_kv_heads=streams.heads,
-        key_dim=streams.dims[0],
-        value_dim=streams.dims[1],
-        dtype=streams.dtype,
+        num_kv_heads=kv_format.heads,
+        key_dim=kv_format.dims[0],
+        value_dim=kv_format.dims[1],
+        dtype=kv_format.dtype,
         probe_kv_heads=(),
-        code_bits=config.code_bits if policy.codes and not streams.no_codes else 0.0,
+        code_bits=config.code_bits if policy.codes and not kv_format.no_codes else 0.0,
     )
 
 
 def rotation_of(model: Any, option: str) -> KeyRotation:
     """The rotation that moves a model's keys, as an option needs, else `UnsupportedError`."""
-    found = [own for own in model.modules() if hasattr(own, "cos_sin_cache")]
+    rotations = [module for module in model.modules() if hasattr(module, "cos_sin_cache")]
     # One object serves all layers.
-    if len(found) != 1 or type(found[0]) not in _KNOWN_ROTATIONS:
-        kinds = ", ".join(sorted({type(own).__name__ for own in found})) or "no rotary embedding"
+    if len(rotations) != 1 or type(rotations[0]) not in _KNOWN_ROTATIONS:
+        kinds = (
+            ", ".join(sorted({type(rotation).__name__ for rotation in rotations}))
+            or "no rotary embedding"
+        )
         raise UnsupportedError(
             f"IMPRESS cannot move keys of {type(model).__name__} to other positions ({kinds}): "
             f"drop {option}"
         )
-    (rotary,) = found
+    (rotary,) = rotations
 
     def table(rows: int) -> Tensor:
         rotary._ensure_cos_sin_cache_length(rows - 1)

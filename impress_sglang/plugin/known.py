@@ -50,24 +50,24 @@ class Known(Waiter):
 
     req: Any
     extra_key: str | None  # as it came
-    wanted: LoadOptions
+    options: LoadOptions
     kv_class: KVClass
     report: dict[str, Any]
     namespace: str
-    worth: int | None = None  # so many first tokens are worth storing; None: not yet counted
-    seen: int | None = None  # so many of them were asked for often enough
-    refused: bool = False  # because space or write budget ran out
+    storable_tokens: int | None = None  # leading tokens worth storing; None until counted
+    frequent_tokens: int | None = None  # leading tokens that were requested often enough
+    save_refused: bool = False  # space or write budget ran out
     planned: bool = False  # what is to be loaded for it is known
     admitted: bool = False  # it runs
-    declined: bool = False  # something that was to be loaded could not be read now
+    load_failed: bool = False  # something that was to be loaded could not be read now
     brought: Brought = dataclasses.field(default_factory=Brought)
     not_before: int = 0  # the poll before which it is not admitted again
-    raised: KVClass | None = None  # the class that it has else, while it uses more bits
-    stored: int = 0  # so many first tokens are stored, as far as it was planned
-    io: float = 0.0  # seconds that reading what is stored of it takes
-    early: LoadJob | None = None  # the job whose last layers its pass waits for
-    gated: float = 0.0  # seconds for which its pass waited for these
-    disturbed: bool = False  # the time of its pass says nothing of what computing takes
+    requested_class: KVClass | None = None  # the class that it has else, while it uses more bits
+    stored_tokens: int = 0  # so many first tokens are stored, as far as it was planned
+    read_seconds: float = 0.0  # seconds that reading what is stored of it takes
+    early_job: LoadJob | None = None  # the job whose last layers its pass waits for
+    layer_wait_seconds: float = 0.0  # seconds for which its pass waited for these
+    timing_invalid: bool = False  # the time of its pass says nothing of what computing takes
     why_no_blend: Detail | None = None  # if some of its text is stored, and it accepts it
     blends: bool = True  # it may; False: it goes on without, whatever is found
 
@@ -76,15 +76,15 @@ class Known(Waiter):
         """What keeps its prompt apart in SGLang's tree, its class included."""
         return self.req.extra_key, self.req.cache_salt
 
-    def offers(self, known: Known, count: int) -> bool:
+    def has_better_copy_for(self, other: Known, count: int) -> bool:
         """Whether its class has more bits, and its first tokens are those of another request."""
-        mine, own = self.kv_class, known.kv_class
-        better = mine.bits > own.bits and (mine.exact or mine.share == own.share)
-        apart = self.extra_key, self.req.cache_salt
-        if not better or apart != (known.extra_key, known.req.cache_salt):
+        mine, theirs = self.kv_class, other.kv_class
+        better = mine.bits > theirs.bits and (mine.exact or mine.share == theirs.share)
+        namespace_key = self.extra_key, self.req.cache_salt
+        if not better or namespace_key != (other.extra_key, other.req.cache_salt):
             return False
-        tokens, others = self.req.full_untruncated_fill_ids, known.req.full_untruncated_fill_ids
-        return bool(tokens[:count] == others[:count])
+        tokens = self.req.full_untruncated_fill_ids
+        return bool(tokens[:count] == other.req.full_untruncated_fill_ids[:count])
 
     def begins_like(self, job: LoadJob, page_size: int) -> bool:
         """Whether its prompt begins like the tokens of a job, and with some of them."""
@@ -110,28 +110,28 @@ class KnownRequests:
     forward_stream: Any
     ranks: Ranks = ALONE
     adapters: Any = None
-    known: dict[str, Known] = dataclasses.field(default_factory=dict)
+    by_rid: dict[str, Known] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         layers, keys = self.layers, self.layers(0)[0]
         packed, states = layers.packed, layers.states is not None
         window = packed.window if packed is not None else 0
-        rest = self.cache.page_size, layers.beyond, packed
+        layout = self.cache.page_size, layers.beyond, packed
         pairs = self.cache.tree_core.is_eagle
-        self.planner = LoadPlanner(self.service, *rest, states=states, pairs=pairs)
+        self.planner = LoadPlanner(self.service, *layout, states=states, pairs=pairs)
         self.allocation = Allocation(self.cache, window, states=states)
         self.provenance = Provenance(len(keys), keys.device)
 
-    def note(self, req: Any, sight: Callable[[Known], bool]) -> Known:
+    def register(self, req: Any, sight: Callable[[Known], bool]) -> Known:
         """Note a request; at its first match it gets its class, and its key the mark of that.
 
         `sight` counts one that may be stored; returns whether it is computed exactly.
         """
-        known = self.known.get(req.rid)
-        if known is not None and known.req is req:
-            return known
+        tracked = self.by_rid.get(req.rid)
+        if tracked is not None and tracked.req is req:
+            return tracked
         service, extra_key = self.service, req.extra_key
-        wanted = load_options_of(req.sampling_params, service.config)
+        options = load_options_of(req.sampling_params, service.config)
         report = new_report(service.policy.name, 0, len(req.origin_input_ids))
         refusal = serve_refusal(req)
         report.update(
@@ -140,125 +140,133 @@ class KnownRequests:
             truncated_tokens=params_of(req.sampling_params).get(TRUNCATED_KEY, 0),
         )
         # What cannot be served from the store shares nothing that may come from it.
-        own = KVClass() if refusal is not None else service.class_of(wanted)
-        known = Known(
+        kv_class = KVClass() if refusal is not None else service.class_of(options)
+        tracked = Known(
             req.rid,
             req=req,
             extra_key=extra_key,
-            wanted=wanted,
-            kv_class=own,
+            options=options,
+            kv_class=kv_class,
             report=report,
             namespace=namespace_of_request(req, self.adapters),
         )
-        if report["not_stored"] is None and sight(known):
-            known.wanted, known.kv_class = LoadOptions(), KVClass()
-        elif wanted.auto_bits and refusal is None and not own.exact:
-            known.kv_class = self._choose(known)
-        req.extra_key = marked(extra_key, known.kv_class, service.usual)
+        if report["not_stored"] is None and sight(tracked):
+            tracked.options, tracked.kv_class = LoadOptions(), KVClass()
+        elif options.auto_bits and refusal is None and not kv_class.exact:
+            tracked.kv_class = self._choose(tracked)
+        req.extra_key = marked(extra_key, tracked.kv_class, service.usual)
         attach(req, report)
-        self.known[req.rid] = known
-        return known
+        self.by_rid[req.rid] = tracked
+        return tracked
 
-    def _choose(self, known: Known) -> KVClass:
+    def _choose(self, tracked: Known) -> KVClass:
         """The class of a request that leaves it to the server."""
-        key = key_of(known.req)
+        key = key_of(tracked.req)
         if not self.ranks.alone or not self.planner.looks_for(len(key)):
             # On several ranks what is stored is not known before the first match.
-            return known.kv_class
+            return tracked.kv_class
         tokens = as_tokens(key.raw_token_ids())
-        resident = {own: self._resident(known, own) for own in (KVClass(), known.kv_class)}
-        return self.planner.choose(known.namespace, tokens, resident, known.kv_class)
+        resident = {
+            kv_class: self._resident(tracked, kv_class)
+            for kv_class in (KVClass(), tracked.kv_class)
+        }
+        return self.planner.choose(tracked.namespace, tokens, resident, tracked.kv_class)
 
-    def raise_bits(self, known: Known, users: Sequence[Known]) -> bool:
+    def raise_bits(self, tracked: Known, users: Sequence[Known]) -> bool:
         """Let a queued request use a class with more bits, in which all is resident that is stored
         of its prompt; returns whether there is one.
 
         Only classes in which `users` have such a prefix are looked at: what is looked at is evicted
         later.
         """
-        least = self.service.config.min_prefix_tokens
+        min_tokens = self.service.config.min_prefix_tokens
         # In an order that is the same on all ranks, as that of a set is not.
-        for own in dict.fromkeys(o.kv_class for o in users if o.offers(known, least)):
-            resident = self._resident(known, own)
-            if resident > known.stored - least:
-                known.raised, known.found = known.kv_class, resident
-                self._move(known, own)
+        for kv_class in dict.fromkeys(
+            user.kv_class for user in users if user.has_better_copy_for(tracked, min_tokens)
+        ):
+            resident = self._resident(tracked, kv_class)
+            if resident > tracked.stored_tokens - min_tokens:
+                tracked.requested_class, tracked.found = tracked.kv_class, resident
+                self._move(tracked, kv_class)
                 return True
         return False
 
-    def lower_bits(self, known: Known) -> None:
+    def lower_bits(self, tracked: Known) -> None:
         """Let a queued request use its own class again."""
-        if known.raised is not None:
-            self._move(known, known.raised)
-            known.raised = None
+        if tracked.requested_class is not None:
+            self._move(tracked, tracked.requested_class)
+            tracked.requested_class = None
 
-    def _move(self, known: Known, own: KVClass) -> None:
-        known.kv_class, known.brought = own, Brought()
-        known.req.extra_key = marked(known.extra_key, own, self.service.usual)
-        known.report.update(NO_ESTIMATE)
+    def _move(self, tracked: Known, kv_class: KVClass) -> None:
+        tracked.kv_class, tracked.brought = kv_class, Brought()
+        tracked.req.extra_key = marked(tracked.extra_key, kv_class, self.service.usual)
+        tracked.report.update(NO_ESTIMATE)
 
-    def _resident(self, known: Known, own: KVClass) -> int:
+    def _resident(self, tracked: Known, kv_class: KVClass) -> int:
         """How many tokens of a prompt are resident in a class."""
-        key, extra_key = key_of(known.req), marked(known.extra_key, own, self.service.usual)
-        own_key = RadixKey(key.token_ids, extra_key, limit=key.limit, cache_salt=key.cache_salt)
-        return int(match_resident(self.cache, own_key).device_prefix_len)
+        key, extra_key = (
+            key_of(tracked.req),
+            marked(tracked.extra_key, kv_class, self.service.usual),
+        )
+        class_key = RadixKey(key.token_ids, extra_key, limit=key.limit, cache_salt=key.cache_salt)
+        return int(match_resident(self.cache, class_key).device_prefix_len)
 
     # What clients are told of a request, and what is counted and learnt of it in the end.
 
-    def tell_resident(self, known: Known, length: int) -> None:
+    def report_resident(self, tracked: Known, length: int) -> None:
         """Note how much of a prompt is resident now, what was brought for it included."""
-        own, report = known.brought, known.report
-        loaded, shared = min(own.loaded, length), min(own.shared, length)
+        sources, report = tracked.brought, tracked.report
+        loaded, shared = min(sources.loaded, length), min(sources.shared, length)
         resident = max(length - loaded - shared, 0)
         report.update(
-            path="ssd" if own.loaded else "device" if length else "computed",
+            path="ssd" if sources.loaded else "device" if length else "computed",
             prefix_tokens=length,
             used_tokens=length,
             resident_tokens=resident,
             stored_tokens=length - resident,
             loaded_tokens=loaded,
-            blended_tokens=own.blended,
+            blended_tokens=sources.blended,
             shared_tokens=shared,
             tokens=split_again(
                 report,
                 resident=resident,
                 shared=shared,
-                loaded=max(loaded - own.blended - own.computed, 0),
-                blended=own.blended,
+                loaded=max(loaded - sources.blended - sources.computed, 0),
+                blended=sources.blended,
             ),
         )
 
-    def tell_loaded(self, known: Known, job: LoadJob) -> None:
+    def report_load(self, tracked: Known, job: LoadJob) -> None:
         """Note what a job brought; the first who waited for it tells of its reads."""
-        own = known.brought
+        sources = tracked.brought
         # It may have joined for the first tokens of the job.
-        resident = match_resident(self.cache, key_of(known.req)).device_prefix_len
-        own.stop = min(resident, job.stop)
-        brought = max(own.stop - job.start, 0)
+        resident = match_resident(self.cache, key_of(tracked.req)).device_prefix_len
+        sources.stop = min(resident, job.stop)
+        num_tokens = max(sources.stop - job.start, 0)
         if job.told:
-            own.shared += brought
+            sources.shared += num_tokens
             return
         job.told = True
-        own.loaded += brought
+        sources.loaded += num_tokens
         _, blended, computed = job.parts
-        own.blended += blended
-        own.computed += computed
-        self.tell_reads(known, job)
+        sources.blended += blended
+        sources.computed += computed
+        self.report_reads(tracked, job)
 
-    def tell_reads(self, known: Known, job: LoadJob) -> None:
+    def report_reads(self, tracked: Known, job: LoadJob) -> None:
         """Add what a job took to the report of a request."""
-        report = known.report
+        report = tracked.report
         for name, count in job.reads.as_dict().items():
             report[name] = report.get(name, 0) + count
         report.update(
-            bits=known.kv_class.bits,
+            bits=tracked.kv_class.bits,
             bits_mean=job.bits,
             load_ms=round(report["load_ms"] + job.fill_seconds * 1e3 - job.reads.wait_ms, 3),
             layers_whole=self.service.shape.num_layers,
             prefetched=True,
         )
         # With `--enable-trace` a part of the span in which this is told, else nothing.
-        known.req.time_stats.trace_ctx.trace_event(
+        tracked.req.time_stats.trace_ctx.trace_event(
             "impress.load",
             1,
             attrs={
@@ -270,47 +278,47 @@ class KnownRequests:
             },
         )
 
-    def explain(self, known: Known) -> None:
+    def explain(self, tracked: Known) -> None:
         """Say why a request that is admitted has its prefix, or lacks one."""
-        report, service, provenance = known.report, self.service, self.provenance
+        report, service, provenance = tracked.report, self.service, self.provenance
         report["why"] = self.planner.explain(
             report,
-            known.namespace,
-            as_tokens(key_of(known.req).raw_token_ids()),
-            known.wanted,
-            seen=known.seen or 0 if service.config.write_after > 1 else None,
-            opened=not known.declined,
-            blend=known.why_no_blend,
+            tracked.namespace,
+            as_tokens(key_of(tracked.req).raw_token_ids()),
+            tracked.options,
+            seen=tracked.frequent_tokens or 0 if service.config.write_after > 1 else None,
+            opened=not tracked.load_failed,
+            blend=tracked.why_no_blend,
         )
         length = report["prefix_tokens"]
-        if not known.req.output_ids:
+        if not tracked.req.output_ids:
             # It may have been put back, and have been of another class.
             report["approximate"] = False
-        if provenance.mixed and length and not known.kv_class.exact:
-            path = self.cache.path_device_indices(known.req.last_node)[:length]
+        if provenance.mixed and length and not tracked.kv_class.exact:
+            path = self.cache.path_device_indices(tracked.req.last_node)[:length]
             report["approximate"] = provenance.depth(path.long()) > 0
             if report["approximate"] and report["bits"] is None:
-                report["bits"] = known.kv_class.bits
+                report["bits"] = tracked.kv_class.bits
 
-    def count(self, known: Known) -> None:
+    def count(self, tracked: Known) -> None:
         """Count a request that has ended, list it, and learn how long computing takes.
 
         The probes of SGLang's /health are not listed: they may outnumber all other requests.
         """
-        req, report, service = known.req, known.report, self.service
+        req, report, service = tracked.req, tracked.report, self.service
         times = req.time_stats
         service.count(report)
         if req.rid.startswith(HEALTH_CHECK_RID_PREFIX):
             return
         prefill = max(times.prefill_finished_time - times.forward_entry_time, 0.0)
-        computing = prefill - known.gated
+        computing = prefill - tracked.layer_wait_seconds
         # It is loaded while it waits, and perhaps while its pass waits for the last layers.
-        before_pass = times.queue_duration_s + known.gated
+        before_pass = times.queue_duration_s + tracked.layer_wait_seconds
         loading = min(report["load_ms"] / 1e3, before_pass)
         store = service.opened
         service.recent.note(
             req.rid,
-            "" if store is None else store.namespace(known.namespace),
+            "" if store is None else store.namespace(tracked.namespace),
             req.origin_input_ids,
             report,
             waited=before_pass - loading,
@@ -318,7 +326,7 @@ class KnownRequests:
             computing=max(computing, 0.0),
         )
         new = len(req.origin_input_ids) - report["prefix_tokens"]
-        if new > 0 and computing > 0 and not (known.disturbed or req.retraction_count):
+        if new > 0 and computing > 0 and not (tracked.timing_invalid or req.retraction_count):
             service.estimator.note_request(report["used_tokens"], new, computing)
 
 
@@ -359,8 +367,8 @@ def namespace_of_request(req: Any, manager: Any) -> str:
 
 def _digest(adapter: Any) -> str:
     """Of all that an adapter does to KVs; kept with it, because it takes a while."""
-    found: str | None = getattr(adapter, _DIGEST, None)
-    if found is None:
+    digest: str | None = getattr(adapter, _DIGEST, None)
+    if digest is None:
         tensors = [
             (f"{number} {name}", tensor)
             for number, layer in enumerate(adapter.layers)
@@ -368,6 +376,6 @@ def _digest(adapter: Any) -> str:
         ]
         tensors += adapter.embedding_layers.items()
         tensors += adapter.added_tokens_embeddings.items()
-        found = f"{weights_digest(tensors)} {adapter.scaling!r}"
-        setattr(adapter, _DIGEST, found)
-    return found
+        digest = f"{weights_digest(tensors)} {adapter.scaling!r}"
+        setattr(adapter, _DIGEST, digest)
+    return digest

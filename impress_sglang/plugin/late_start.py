@@ -38,7 +38,7 @@ class LateStart:
     def __init__(
         self, requests: KnownRequests, scheduler: Any, jobs: JobQueue[Known], slots: TreeSlots
     ) -> None:
-        self._cache, self._known = requests.cache, requests.known
+        self._cache, self._tracked = requests.cache, requests.by_rid
         self._estimator = requests.service.estimator
         self._scheduler, self._queue, self._slots = scheduler, jobs, slots
         # A draft model's pass would have to wait as well, and cannot be put back. States are copied
@@ -46,8 +46,8 @@ class LateStart:
         self._possible = requests.layers.packed is requests.layers.states is None
         self._num_layers = requests.service.shape.num_layers
         chunk = scheduler.chunked_prefill_size
-        self._most_tokens = chunk if chunk is not None and chunk > 0 else sys.maxsize
-        self._pool = self._cache.token_to_kv_pool_allocator.get_kvcache()
+        self._max_tokens = chunk if chunk is not None and chunk > 0 else sys.maxsize
+        self._kv_pool = self._cache.token_to_kv_pool_allocator.get_kvcache()
         self.jobs: list[LoadJob] = []
         self.polls = 0
 
@@ -57,10 +57,10 @@ class LateStart:
         for job in self.jobs:
             if job.revoked:
                 self.put_back(job)
-        for job in [own for own in self.jobs if own not in self._queue.jobs]:
+        for job in [job for job in self.jobs if job not in self._queue.jobs]:
             self.jobs.remove(job)
             if not self.jobs:
-                self._pool.register_layer_transfer_counter(None)
+                self._kv_pool.register_layer_transfer_counter(None)
 
     def wait_until(self, layer: int) -> None:
         """Wait until the slots of a layer, counted from the first, are filled."""
@@ -71,14 +71,14 @@ class LateStart:
                 # Others in this pass wait no longer.
                 job.revoke()
                 # SGLang drops the results of the pass, and its users are put back before the next.
-                for known in self._users_of(job):
-                    known.req.is_retracted = True
+                for tracked in self._users_of(job):
+                    tracked.req.is_retracted = True
             elif job.events:
                 torch.cuda.current_stream().wait_event(job.events[layer])
 
-    def may_start(self, known: Known) -> bool:
+    def may_start(self, tracked: Known) -> bool:
         """Whether a request may be admitted although its job is not done."""
-        job, req = known.job, known.req
+        job, req = tracked.job, tracked.req
         if (
             not self._possible
             # What is resident leaves such a server before its pass.
@@ -89,65 +89,76 @@ class LateStart:
             or job.done.is_set()
             or job.revoked
             or job.computes
-            or not known.leads
+            or not tracked.leads
         ):
             # Others may lack more than this job brings, which is planned when it is done.
             return False
         if job.early:
             return True
-        now, new = time.monotonic(), len(req.origin_input_ids) - job.stop
-        left = job.seconds_left(self._num_layers, now)
+        now, num_new = time.monotonic(), len(req.origin_input_ids) - job.stop
+        seconds_left = job.seconds_left(self._num_layers, now)
         # The row of a session may outlive its request, so that it could not be put back.
-        if job.slots is None or left is None or new > self._most_tokens or req.session is not None:
+        if (
+            job.slots is None
+            or seconds_left is None
+            or num_new > self._max_tokens
+            or req.session is not None
+        ):
             return False
-        most = self._estimator.late_seconds(left, job.stop, new)
+        max_wait = self._estimator.late_seconds(seconds_left, job.stop, num_new)
         queue = itertools.islice(self._scheduler.waiting_queue, WINDOW)
-        others = (self._known.get(own.rid) for own in queue if own is not req)
+        others = (self._tracked.get(queued.rid) for queued in queue if queued is not req)
         # Nobody else would wait in its pass.
-        alone = self._slots.is_idle() and all(own and self._queue.waits(own) for own in others)
-        if most is None or not alone or self._slots.lacking(job) < len(job):
+        alone = self._slots.is_idle() and all(
+            other and self._queue.waits(other) for other in others
+        )
+        if max_wait is None or not alone or self._slots.lacking(job) < len(job):
             return False
-        job.deadline = now + most
+        job.deadline = now + max_wait
         # Passes that use it wait for its layers.
         self._slots.insert(job)
         job.early = True
         if not self.jobs:
-            self._pool.register_layer_transfer_counter(self)
+            self._kv_pool.register_layer_transfer_counter(self)
         self.jobs.append(job)
         # What was read is told when all of it was.
-        job.told, known.early = True, job
-        known.brought.loaded += len(job)
-        known.brought.stop = job.stop
+        job.told, tracked.early_job = True, job
+        tracked.brought.loaded += len(job)
+        tracked.brought.stop = job.stop
         return True
 
-    def is_blocked(self, known: Known) -> bool:
+    def is_blocked(self, tracked: Known) -> bool:
         """Whether a request is not to be admitted: it was put back just now, or it would share
         slots that are being filled."""
-        if self.polls < known.not_before:
+        if self.polls < tracked.not_before:
             return True
         return any(
-            job is not known.job and known.begins_like(job, self._cache.page_size)
+            job is not tracked.job and tracked.begins_like(job, self._cache.page_size)
             for job in self.jobs
         )
 
     def put_back(self, job: LoadJob) -> None:
         """Put the users of a job that failed back into the queue, as if they lacked room."""
         scheduler, users = self._scheduler, self._users_of(job)
-        reqs = [own.req for own in users]
+        reqs = [tracked.req for tracked in users]
         for batch in (scheduler.last_batch, scheduler.running_batch):
             if batch is not None and any(req in reqs for req in batch.reqs):
                 batch.filter_batch(reqs_to_exclude=reqs)
-        for known in users:
-            req = known.req
+        for tracked in users:
+            req = tracked.req
             logger.warning("request %s begins again: what it used could not be loaded", req.rid)
             release_kv_cache(req, self._cache, checkpoint=False)
             req.reset_for_retract()
             if scheduler.chunked_req is req:
                 scheduler.chunked_req = None
-            known.not_before = self.polls + POLLS_APART
+            tracked.not_before = self.polls + POLLS_APART
             scheduler._add_request_to_queue(req, is_retracted=True)
 
     def _users_of(self, job: LoadJob) -> list[Known]:
         """The admitted requests that may attend to the slots of a job."""
         page = self._cache.page_size
-        return [own for own in self._known.values() if own.admitted and own.begins_like(job, page)]
+        return [
+            tracked
+            for tracked in self._tracked.values()
+            if tracked.admitted and tracked.begins_like(job, page)
+        ]

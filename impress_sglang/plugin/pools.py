@@ -57,9 +57,11 @@ class PoolLayers(StoredLayers):
         """
 
         def parts() -> list[Tensor]:
-            layers = (both for own in pools for both in map(PoolLayers(own), range(own.layer_num)))
-            rows = [own.flatten(1).view(torch.uint8) for both in layers for own in both]
-            return [*rows, *(keys for own in (self._pool, *pools) for keys in index_keys(own))]
+            layers = (
+                both for pool in pools for both in map(PoolLayers(pool), range(pool.layer_num))
+            )
+            rows = [kv.flatten(1).view(torch.uint8) for both in layers for kv in both]
+            return [*rows, *(keys for pool in (self._pool, *pools) for keys in index_keys(pool))]
 
         self.packed = PackedLayers(shape, shape.num_layers, parts, window)
         self.beyond = int(len(pools) > 0 and not window)
@@ -77,14 +79,14 @@ class PoolLayers(StoredLayers):
         else:
             both = pool._get_key_buffer(number), pool._get_value_buffer(number)
         # Rows of eight bits cannot be put into a tensor of floats.
-        keys, values = (own.view(torch.uint8) if own.itemsize == 1 else own for own in both)
+        keys, values = (kv.view(torch.uint8) if kv.itemsize == 1 else kv for kv in both)
         return keys, values
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """What slots, int64 [t], have of a layer of the store: [t, heads, dimensions] each."""
         if self.packed is not None and layer >= self.packed.first:
             return self.packed.read(layer, self.rows(slots))
-        keys, values = (own[slots] for own in self(layer))
+        keys, values = (kv[slots] for kv in self(layer))
         return keys, values
 
     def number(self, layer_id: int) -> int:
@@ -116,15 +118,15 @@ class Streams:
 def streams_of(pool: Any, model_dtype: torch.dtype) -> Streams:
     """What SGLang's pool keeps; `UnsupportedError` if it is not known how, or it keeps more."""
     try:
-        layers, streams = PoolLayers(pool), _streams(pool, model_dtype)
-        found = [layers(layer) for layer in range(pool.layer_num)]
+        layers, kv_format = PoolLayers(pool), _kv_format(pool, model_dtype)
+        kvs = [layers(layer) for layer in range(pool.layer_num)]
         bytes_kept = pool.get_kv_size_bytes()
     except (AttributeError, TypeError) as error:
         raise UnsupportedError(
             f"IMPRESS does not know how {type(pool).__name__} keeps KVs: {error}"
         ) from error
-    shapes = {(*own.shape[1:], own.dtype) for both in found for own in both}
-    if shapes != {(streams.heads, dim, streams.dtype) for dim in streams.dims}:
+    shapes = {(*kv.shape[1:], kv.dtype) for both in kvs for kv in both}
+    if shapes != {(kv_format.heads, dim, kv_format.dtype) for dim in kv_format.dims}:
         raise UnsupportedError(
             f"IMPRESS writes KVs token by token, which {type(pool).__name__} does not hold so: "
             f"layout {getattr(pool, 'kv_cache_layout', shapes)}"
@@ -132,11 +134,11 @@ def streams_of(pool: Any, model_dtype: torch.dtype) -> Streams:
     if getattr(pool, "post_capture_active", False):
         raise UnsupportedError("IMPRESS needs a pool that does not grow")
     total = sum(bytes_kept) if isinstance(bytes_kept, tuple) else bytes_kept
-    if total != sum(own.nbytes for own in itertools.chain(*found, index_keys(pool))):
+    if total != sum(tensor.nbytes for tensor in itertools.chain(*kvs, index_keys(pool))):
         raise UnsupportedError(
             f"{type(pool).__name__} keeps more than keys and values, which IMPRESS would not store"
         )
-    return streams
+    return kv_format
 
 
 def full_pool(pool: Any) -> Any:
@@ -149,23 +151,23 @@ def window_pool(pool: Any) -> Any:
 
     Raises `UnsupportedError` if it is not known how these are kept.
     """
-    own = getattr(pool, "swa_kv_pool", None)
-    if own is not None and not (
+    swa_pool = getattr(pool, "swa_kv_pool", None)
+    if swa_pool is not None and not (
         getattr(pool, "full_layer_nums", 0)
         and pool.swa_req_ring_size is getattr(pool, "request_window", None) is None
         and not pool.swa_uses_full_indices
-        and not any(map(is_latent, (pool.full_kv_pool, own)))
+        and not any(map(is_latent, (pool.full_kv_pool, swa_pool)))
     ):
         raise UnsupportedError(
             f"IMPRESS does not know how {type(pool).__name__} keeps layers with sliding windows"
         )
-    return own
+    return swa_pool
 
 
 def pool_of(pool: Any, layer_id: int) -> Any:
     """The pool that keeps a layer of a model."""
-    own = window_pool(pool)
-    return (full_pool(pool), own)[own is not None and pool.layers_mapping[layer_id][1]]
+    swa_pool = window_pool(pool)
+    return (full_pool(pool), swa_pool)[swa_pool is not None and pool.layers_mapping[layer_id][1]]
 
 
 def index_keys(pool: Any) -> list[Tensor]:
@@ -174,10 +176,10 @@ def index_keys(pool: Any) -> list[Tensor]:
     SGLang keeps those of a page in one piece, keys before scales. Prefixes consist of whole pages,
     so each slot may stand for any part of its page. Raises `UnsupportedError` if tokens share some.
     """
-    found = getattr(pool, "index_k_with_scale_buffer", ())
-    if found and (pool.index_kpool != 1 or pool.index_kpool_compress):
+    buffers = getattr(pool, "index_k_with_scale_buffer", ())
+    if buffers and (pool.index_kpool != 1 or pool.index_kpool_compress):
         raise UnsupportedError("IMPRESS does not store index keys of several tokens (kpool)")
-    return [own.view(-1, own.shape[1] // pool.page_size) for own in found if len(own)]
+    return [buffer.view(-1, buffer.shape[1] // pool.page_size) for buffer in buffers if len(buffer)]
 
 
 def is_latent(pool: Any) -> bool:
@@ -188,7 +190,7 @@ def is_latent(pool: Any) -> bool:
     return hasattr(pool, "kv_lora_rank")
 
 
-def _streams(pool: Any, model_dtype: torch.dtype) -> Streams:
+def _kv_format(pool: Any, model_dtype: torch.dtype) -> Streams:
     if is_latent(pool):
         latent = pool.kv_lora_rank, pool.kv_cache_dim - pool.kv_lora_rank
         return Streams(1, latent, pool.store_dtype, LATENT)
@@ -208,15 +210,17 @@ def state_layers(pool: Any, shape: KVShape) -> PackedLayers:
 
     Raises `UnsupportedError` if SGLang keeps them otherwise.
     """
-    own = pool.mamba_pool
+    mamba_pool = pool.mamba_pool
     strange = [name for name in _OTHER_STATES if getattr(pool, name, None) is not None]
-    strange += [name for name in ("replayssm_write_pos",) if getattr(own, name, None) is not None]
+    strange += [
+        name for name in ("replayssm_write_pos",) if getattr(mamba_pool, name, None) is not None
+    ]
     if strange:
         raise UnsupportedError(f"IMPRESS does not know how states are kept with {strange[0]}")
-    whole = [entry[1] for entry in own._iter_transfer_state_entries()]
-    if not all(one.is_contiguous() for one in whole):
+    whole = [entry[1] for entry in mamba_pool._iter_transfer_state_entries()]
+    if not all(state.is_contiguous() for state in whole):
         raise UnsupportedError("IMPRESS needs the states of each layer in one piece")
-    parts = [one.flatten(1).view(torch.uint8) for one in whole]
+    parts = [state.flatten(1).view(torch.uint8) for state in whole]
     size = sum(part.shape[1] for part in parts)
     tokens = -(-size // (shape.num_layers * shape.token_bytes))
     return PackedLayers(shape, 0, lambda: parts, tokens=tokens)
@@ -225,8 +229,8 @@ def state_layers(pool: Any, shape: KVShape) -> PackedLayers:
 def kinds_of_states(pool: Any) -> list[tuple[str, str, tuple[int, ...], int]]:
     """What a state consists of, for the identity of a model."""
     return [
-        (name, str(one.dtype), tuple(one.shape[1:]), layer)
-        for name, one, _, layer in pool.mamba_pool._iter_transfer_state_entries()
+        (name, str(state.dtype), tuple(state.shape[1:]), layer)
+        for name, state, _, layer in pool.mamba_pool._iter_transfer_state_entries()
     ]
 
 
@@ -245,7 +249,7 @@ class Allocation:
     def __init__(self, cache: Any, window: int, *, states: bool = False) -> None:
         """Of the last `window` tokens, in whole pages, rows are needed; `states`: there are any."""
         self._cache = cache
-        self._own = cache.token_to_kv_pool_allocator
+        self._allocator = cache.token_to_kv_pool_allocator
         self._states = cache.req_to_token_pool.mamba_allocator if states else None
         self.window = window
         self.has_rows = bool(window) or states
@@ -255,7 +259,7 @@ class Allocation:
         core = self._cache.tree_core
         return int(core.swa_protected_size() if self.window else core.mamba_protected_size())
 
-    def room(self, slots: int, rows: int) -> EvictParams:
+    def evict_params(self, slots: int, rows: int) -> EvictParams:
         """What SGLang is to evict."""
         if self._states is not None:
             return EvictParams(slots, mamba_num=rows)
@@ -264,31 +268,33 @@ class Allocation:
     def available(self) -> tuple[int, int]:
         """Slots and rows that nobody has."""
         if self.window:
-            return int(self._own.full_available_size()), int(self._own.swa_available_size())
+            return int(self._allocator.full_available_size()), int(
+                self._allocator.swa_available_size()
+            )
         rows = 0 if self._states is None else self._states.available_size()
-        return int(self._own.available_size()), int(rows)
+        return int(self._allocator.available_size()), int(rows)
 
     def is_empty(self) -> bool:
         """Whether nobody has any."""
-        all_rows = self._own.size_swa if self.window else 0
+        all_rows = self._allocator.size_swa if self.window else 0
         if self._states is not None:
             all_rows = self._states.size
-        return self.available() == (self._own.size_full, all_rows)
+        return self.available() == (self._allocator.size_full, all_rows)
 
     def take(self, count: int) -> tuple[Tensor, Tensor] | None:
         """Slots for so many tokens, and rows, evicting others if need be; None without room."""
-        wanted = count, min(self.window, count) if self._states is None else 1
-        missing = [max(own - free, 0) for own, free in zip(wanted, self.available(), strict=True)]
+        needed = count, min(self.window, count) if self._states is None else 1
+        missing = [max(need - free, 0) for need, free in zip(needed, self.available(), strict=True)]
         if any(missing):
-            self._cache.evict(self.room(*missing))
-        if any(own > free for own, free in zip(wanted, self.available(), strict=True)):
+            self._cache.evict(self.evict_params(*missing))
+        if any(need > free for need, free in zip(needed, self.available(), strict=True)):
             return None
         if self.window:
-            slots = self._own.full_attn_allocator.alloc(count).to(torch.int64)
-            rows = self._own.swa_attn_allocator.alloc(wanted[1]).to(torch.int64)
-            self._own.set_full_to_swa_mapping(slots[-len(rows) :], rows)
+            slots = self._allocator.full_attn_allocator.alloc(count).to(torch.int64)
+            rows = self._allocator.swa_attn_allocator.alloc(needed[1]).to(torch.int64)
+            self._allocator.set_full_to_swa_mapping(slots[-len(rows) :], rows)
             return slots, rows
-        slots = self._own.alloc(count)
+        slots = self._allocator.alloc(count)
         if slots is None:
             return None
         rows = slots[:0] if self._states is None else self._states.alloc(1)
@@ -297,11 +303,11 @@ class Allocation:
     def give_back(self, slots: Tensor, rows: Tensor) -> None:
         """Free slots that are in nobody's tree."""
         if not self.window:
-            self._own.free(slots)
+            self._allocator.free(slots)
             self.give_rows_back(rows)
             return
-        self._own.free_swa(slots[-len(rows) :])
-        self._own.free_full(slots)
+        self._allocator.free_swa(slots[-len(rows) :])
+        self._allocator.free_full(slots)
 
     def give_rows_back(self, rows: Tensor) -> None:
         """Free a state that is in nobody's tree."""

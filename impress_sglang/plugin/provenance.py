@@ -30,7 +30,7 @@ class Provenance:
         """Note that the tree is empty."""
         self.mixed = self._loaded = False
 
-    def note(
+    def mark(
         self, slots: Tensor, depth: int, *, loaded: bool = True, blended: bool = False
     ) -> None:
         """Note what slots, int64 [n], got: KVs behind which others have this `depth`.
@@ -43,7 +43,7 @@ class Provenance:
         self._loaded, self.mixed = True, self.mixed or depth > 0
         self._marks[slots] = _LOADED * loaded | _BLENDED * blended | min(depth, _DEPTH)
 
-    def note_computed(self, prefix: Tensor, fresh: Tensor) -> None:
+    def mark_computed(self, prefix: Tensor, fresh: Tensor) -> None:
         """Note that slots `fresh` hold what was computed behind those of `prefix`; int64 each."""
         if not self._loaded:
             return

@@ -34,8 +34,8 @@ def ranks_of(context: Any) -> Ranks:
 
     def begin(numbers: Sequence[int]) -> Callable[[], Sequence[int]]:
         votes = torch.tensor(numbers, dtype=torch.int64)
-        least = distributed.ReduceOp.MIN
-        work = distributed.all_reduce(votes, op=least, group=group, async_op=True)
+        reduce_min = distributed.ReduceOp.MIN
+        work = distributed.all_reduce(votes, op=reduce_min, group=group, async_op=True)
 
         def wait() -> Sequence[int]:
             work.wait()
@@ -61,10 +61,10 @@ def identity_reader(context: Any, ranks: Ranks, read: Callable[[], str]) -> Call
     everyone.copies = ranks.copies
     read_once = functools.cache(read)
     identity = identity_of_rank(everyone, read_once)
-    own = identity_of_rank(ranks, read_once)
+    identity = identity_of_rank(ranks, read_once)
 
     def read_again() -> str:
-        if identity_of_rank(ranks, read) != own:
+        if identity_of_rank(ranks, read) != identity:
             raise UnsupportedError(
                 "with DP attention other weights have a store only after a restart"
             )
@@ -115,10 +115,10 @@ def identity_of_rank(ranks: Ranks, read: Callable[[], str]) -> str:
     Raises `UnsupportedError` if another rank could not read them.
     """
     try:
-        own, failure = read(), None
+        identity, failure = read(), None
     except Exception as error:
-        own, failure = "", error
-    identities = ranks.gather(own)
+        identity, failure = "", error
+    identities = ranks.gather(identity)
     if failure is not None:
         raise failure
     if not all(identities):

@@ -36,10 +36,10 @@ def rectangular_attention(
     if causal and not square and (num_queries > 1 or window is not None):
         # True where a query sees a key.
         places = torch.arange(num_keys, device=queries.device)
-        own = places[num_keys - num_queries :, None]
-        mask = places <= own
+        query_places = places[num_keys - num_queries :, None]
+        mask = places <= query_places
         if window is not None:
-            mask &= places >= own - window
+            mask &= places >= query_places - window
     output = scaled_dot_product_attention(
         queries.transpose(0, 1).unsqueeze(0),
         keys.to(queries.dtype).transpose(0, 1).unsqueeze(0),

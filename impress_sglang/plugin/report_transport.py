@@ -62,7 +62,7 @@ def before_output(sender: Any, message: Any, req: Any = None, *_: Any, **__: Any
     from sglang.srt.managers.schedule_batch import Req
 
     if _policy is not None and isinstance(message, AbortReq) and isinstance(req, Req):
-        packed = [_told(req), message.abort_message]
+        packed = [_report_of(req), message.abort_message]
         # Whatever a report may hold, it must not end the scheduler.
         message.abort_message = _MARK + json.dumps(packed, default=repr)
 
@@ -108,7 +108,7 @@ def share(obj: Any) -> None:
     setattr(obj, _OF_INPUT, [])
 
 
-def _told(req: Any) -> Report:
+def _report_of(req: Any) -> Report:
     """What the answer of a request says."""
     report: Report | None = getattr(req, "impress_report", None)
     if report is None or report["why"] is None:
@@ -119,7 +119,7 @@ def _told(req: Any) -> Report:
 
 def _to_send(req: Any) -> Report | None:
     if req.finished():
-        return _told(req)
+        return _report_of(req)
     report: Report | None = getattr(req, "impress_report", None)
     if report is None or req.impress_sent or not req.stream:
         return None

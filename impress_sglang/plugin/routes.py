@@ -39,7 +39,7 @@ from impress_sglang.serving.why import Reason
 PAUSE_S = 0.01
 _BODY = {"text", "input_ids", "extra_key", "cache_salt", "older_than", "all"}
 _purging = asyncio.Lock()
-_MOST_LETTERS = 120
+_MAX_CHARS = 120
 # The page is three files, served as one self-contained document.
 _PAGE = Path(__file__).parents[1] / "page"
 
@@ -70,33 +70,45 @@ async def send(verb: str, **fields: Any) -> Any:
     manager = tokenizer_manager()
     manager.auto_create_handle_loop()
     message = SetInternalStateReq(server_args=MESSAGE, rid=json.dumps({"verb": verb} | fields))
-    told = [json.loads(own.rid) for own in await manager.set_internal_state_communicator(message)]
-    for own in told:
-        if isinstance(own, dict) and "error" in own:
-            raise NotDone(own["error"], own.get("status", 400))
-    return told[0] if len(told) == 1 else merged(verb, told)
+    answers = [
+        json.loads(reply.rid) for reply in await manager.set_internal_state_communicator(message)
+    ]
+    for answer in answers:
+        if isinstance(answer, dict) and "error" in answer:
+            raise NotDone(answer["error"], answer.get("status", 400))
+    return answers[0] if len(answers) == 1 else merged(verb, answers)
 
 
-def merged(verb: str, told: Sequence[Any]) -> Any:
+def merged(verb: str, answers: Sequence[Any]) -> Any:
     """One answer of several replicas (`--dp-size`), whose stores have the same prefixes."""
     if verb == "stats":
-        told = sorted(told, key=_directory_in)
-        return {**told[0], "replicas": told}
+        answers = sorted(answers, key=_directory_in)
+        return {**answers[0], "replicas": answers}
     if verb == "overview":
-        return min(told, key=lambda own: _directory_in(own["stats"]))
+        return min(answers, key=lambda answer: _directory_in(answer["stats"]))
     if verb == "check":
-        found = [own["integrity"] for own in told]
-        return {"integrity": RUNNING if RUNNING in found else max(found, key=lambda own: own != OK)}
+        states = [answer["integrity"] for answer in answers]
+        return {
+            "integrity": RUNNING
+            if RUNNING in states
+            else max(states, key=lambda state: state != OK)
+        }
     if verb == "purge":
-        return {name: sum(own[name] for own in told) for name in told[0]}
+        return {name: sum(answer[name] for answer in answers) for name in answers[0]}
     if verb in ("why", "warm"):
-        return max(told, key=lambda own: int(own["stored_tokens"]))
+        return max(answers, key=lambda answer: int(answer["stored_tokens"]))
     if verb in ("pin", "unpin"):
-        pins = [own["pins"] for own in told]
-        most = {name: max(own[name] for own in pins) for name in pins[0]}
-        unpinned = {"unpinned": max(own["unpinned"] for own in told)} if verb == "unpin" else {}
-        return {**told[0], **unpinned, "pins": most | {"bytes": sum(own["bytes"] for own in pins)}}
-    return told
+        pins = [answer["pins"] for answer in answers]
+        maxima = {name: max(pin[name] for pin in pins) for name in pins[0]}
+        unpinned = (
+            {"unpinned": max(answer["unpinned"] for answer in answers)} if verb == "unpin" else {}
+        )
+        return {
+            **answers[0],
+            **unpinned,
+            "pins": maxima | {"bytes": sum(pin["bytes"] for pin in pins)},
+        }
+    return answers
 
 
 def _directory_in(stats: Mapping[str, Any]) -> str:
@@ -117,21 +129,21 @@ async def carry_out(verb: str, body: object, request: Request | None = None) -> 
             answer = await send(verb)
         return answer
     several, manager = _several(body) if verb == "warm" else None, tokenizer_manager()
-    each = [body] if several is None else several
-    first, *others = (fields_of(verb, own, manager) for own in each)
+    bodies = [body] if several is None else several
+    first, *others = (fields_of(verb, prefix_body, manager) for prefix_body in bodies)
     if verb == "purge":
         return await _purge(first)
     if verb != "warm":
         return await send(verb, **first)
     answers = list[dict[str, Any]]()
     # One after the other: a later one may begin like an earlier one.
-    for own in (first, *others):
+    for fields in (first, *others):
         try:
-            answers.append(await _warm(own, request))
+            answers.append(await _warm(fields, request))
         except ValueError as error:
             if not others:
                 raise
-            done = f"{len(answers)} of {len(each)} prefixes were warmed"
+            done = f"{len(answers)} of {len(bodies)} prefixes were warmed"
             status = getattr(error, "status", 400)
             raise NotDone(f"{done}, and then: {error}", status) from error
     return answers[0] if several is None else answers
@@ -141,12 +153,12 @@ async def _purge(asked: dict[str, Any]) -> dict[str, Any]:
     # One at a time, so that each is completed however many are given. In steps, so that requests of
     # clients are served between them.
     async with _purging:
-        step, total, left = asked | {"name": uuid.uuid4().hex}, Counter[str](), True
-        while left:
+        step, total, unfinished = asked | {"name": uuid.uuid4().hex}, Counter[str](), True
+        while unfinished:
             answer = await send("purge", **step)
-            left = answer.pop("left")
+            unfinished = answer.pop("left")
             total.update(answer)
-            await asyncio.sleep(PAUSE_S if left else 0)
+            await asyncio.sleep(PAUSE_S if unfinished else 0)
         return dict(total)
 
 
@@ -167,7 +179,7 @@ async def _warm(asked: dict[str, Any], request: Request | None) -> dict[str, Any
         made = tokenizer_manager().generate_request(
             GenerateReqInput(sampling_params=sampling, **asked), request
         )
-        (answer,) = [own async for own in made]
+        (answer,) = [output async for output in made]
     except HTTPException as error:
         raise NotDone(str(error.detail), error.status_code) from error
     meta_info = answer["meta_info"]
@@ -176,7 +188,7 @@ async def _warm(asked: dict[str, Any], request: Request | None) -> dict[str, Any
         raise NotDone(sentence, 503)
     after = await send("warm", **asked)
     # What became of it, by why no more of it is stored.
-    was, now = (own["why"]["rest"] or own["why"]["reason"] for own in (before, after))
+    was, now = (answer["why"]["rest"] or answer["why"]["reason"] for answer in (before, after))
     outcome = now if now in (Reason.BEING_WRITTEN, Reason.STORED) else "not_stored"
     outcome = "stored_before" if was == now == Reason.STORED else outcome
     return {**after, "path": meta_info[REPORT_KEY]["path"], "outcome": outcome}
@@ -205,9 +217,9 @@ def fields_of(verb: str, body: object, manager: Any) -> dict[str, Any]:
         tokens = tokenizer.encode(text)
     if tokens is not None:
         # type() and not isinstance(): True is an int to isinstance.
-        if not isinstance(tokens, list) or not all(type(own) is int for own in tokens):
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise ValueError('"input_ids" must be a list of token ids')
-        if not all(0 <= own < vocab_size for own in tokens):
+        if not all(0 <= token < vocab_size for token in tokens):
             raise ValueError(f"token ids of this model are from 0 to {vocab_size - 1:,}")
         if not tokens:
             raise ValueError("an empty prefix is all of a namespace: leave it out")
@@ -223,7 +235,7 @@ def fields_of(verb: str, body: object, manager: Any) -> dict[str, Any]:
     if tokens is None and not everything and not has_namespace:
         raise ValueError('which prefix? give "text" or "input_ids"')
     more = {"input_ids": tokens, "everything": everything or None, "older_than": age}
-    return fields | {name: own for name, own in more.items() if own is not None}
+    return fields | {name: value for name, value in more.items() if value is not None}
 
 
 def _several(body: object) -> Sequence[Mapping[str, Any]] | None:
@@ -232,16 +244,16 @@ def _several(body: object) -> Sequence[Mapping[str, Any]] | None:
         return None
     names = ("texts", "text", "input_ids")
     given = {name: body[name] for name in names if body.get(name) is not None}
-    lists = [name for name, own in given.items() if isinstance(own, list)]
-    if lists == ["input_ids"] and not any(isinstance(own, list) for own in given["input_ids"]):
+    lists = [name for name, value in given.items() if isinstance(value, list)]
+    if lists == ["input_ids"] and not any(isinstance(item, list) for item in given["input_ids"]):
         return None
     if not lists and "texts" not in given:
         return None
     if len(given) > 1 or not lists or not given[lists[0]]:
         raise ValueError('several prefixes are a list of "texts", or of "input_ids"')
     (name,) = lists
-    rest = {key: own for key, own in body.items() if key not in names}
-    return [{**rest, "text" if name == "texts" else name: own} for own in given[name]]
+    common = {key: value for key, value in body.items() if key not in names}
+    return [{**common, "text" if name == "texts" else name: prefix} for prefix in given[name]]
 
 
 def refuse_foreign(request: Request) -> None:
@@ -250,19 +262,19 @@ def refuse_foreign(request: Request) -> None:
     SGLang lets pages of every site ask and read answers, in the browser of somebody who can reach
     the server: they get status 403. If there is a key, they do not have it.
     """
-    arguments, told = tokenizer_manager().server_args, request.headers
-    origin = None if arguments.api_key or arguments.admin_api_key else told.get("origin")
-    if origin is not None and urlsplit(origin).netloc != told.get("host"):
+    arguments, headers = tokenizer_manager().server_args, request.headers
+    origin = None if arguments.api_key or arguments.admin_api_key else headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != headers.get("host"):
         raise HTTPException(403, "not for pages of other sites")
 
 
-def with_text(found: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+def with_text(overview: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     """Replace tokens by text; by None if they are hidden or there is no tokenizer."""
-    for row in (*found.get("requests", ()), *found.get("segments", ())):
+    for row in (*overview.get("requests", ()), *overview.get("segments", ())):
         tokens = row.pop("words")
         shown = tokens is not None and tokenizer is not None
-        row["text"] = tokenizer.decode(tokens)[:_MOST_LETTERS] if shown else None
-    return found
+        row["text"] = tokenizer.decode(tokens)[:_MAX_CHARS] if shown else None
+    return overview
 
 
 def document() -> tuple[str, str]:
@@ -271,7 +283,7 @@ def document() -> tuple[str, str]:
         (_PAGE / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
     )
     digests = (hashlib.sha256(text.encode()).digest() for text in (style, script))
-    of_style, of_script = (f"'sha256-{base64.b64encode(own).decode()}'" for own in digests)
+    of_style, of_script = (f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     policy = (
         f"default-src 'none'; style-src {of_style}; script-src {of_script}; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -314,11 +326,11 @@ def add_routes() -> None:
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def impress_overview(after: int = 0, below: str | None = None) -> JSONResponse:
         try:
-            found, status = await send("overview", after=after, below=below), 200
+            overview, status = await send("overview", after=after, below=below), 200
         except NotDone as error:
-            found, status = {"error": str(error)}, error.status
-        found = with_text(found, getattr(tokenizer_manager(), "tokenizer", None))
-        return JSONResponse(found, status, headers={"Cache-Control": "no-store"})
+            overview, status = {"error": str(error)}, error.status
+        overview = with_text(overview, getattr(tokenizer_manager(), "tokenizer", None))
+        return JSONResponse(overview, status, headers={"Cache-Control": "no-store"})
 
     def add(verb: str) -> None:
         @app.post(f"/impress/{verb}", dependencies=[Depends(refuse_foreign)])

@@ -50,7 +50,7 @@ from impress_sglang.transfer.filling import fill
 logger = logging.getLogger(__name__)
 
 # More than the tokens of a group of codes, and of a chunk.
-MOST_TOKENS = 72
+MAX_TOKENS = 72
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class _Given:
     of_model: bool = False
     """Whether these are KVs of the model in layers that attend to all tokens."""
 
-    def difference(self, most: float) -> str:
+    def difference(self, max_error: float) -> str:
         """What is not as it should be, if it may be off by `most` on average; empty if all is."""
         count, pool, right = -(-len(self.rows) // 3), self.find(), self.right.cpu().double()
         # Rows of eight bits cannot be indexed as floats.
@@ -75,7 +75,7 @@ class _Given:
         if not torch.equal(now[2 * count :], right[2 * count :]):
             return f"{self.what} are in slots of others"
         off = float((now[count : 2 * count] - right[:count]).norm() / right[:count].norm())
-        return "" if off <= most else f"{self.what} are off by {off:.1%}"
+        return "" if off <= max_error else f"{self.what} are off by {off:.1%}"
 
 
 def check_kvs(
@@ -97,11 +97,11 @@ def check_kvs(
     shape = dataclasses.replace(shape, exact=True, probe_kv_heads=())
     try:
         with tempfile.TemporaryDirectory(prefix="impress-self-test-") as folder:
-            own = ImpressConfig(
+            config = ImpressConfig(
                 ssd_dir=folder, policy=policy, device_gb=0.0, host_gb=0.0, min_free_gb=0.0
             )
             device = layers(0)[0].device
-            store = PrefixStore(own, "self-test", shape, device, FileSystem(), codec=codec)
+            store = PrefixStore(config, "self-test", shape, device, FileSystem(), codec=codec)
             with contextlib.closing(store), _rows_for(runners[0].token_to_kv_pool):
                 error = _error(runners, layers, store, shape, codec)
     except Exception as caught:
@@ -127,12 +127,14 @@ def _error(
     """What goes wrong; empty if nothing does."""
     random, main = torch.Generator().manual_seed(1), runners[0].token_to_kv_pool
     packed, states = layers.packed, layers.states
-    count = min(MOST_TOKENS, _size_of(main) // 3)
+    count = min(MAX_TOKENS, _size_of(main) // 3)
     used = 1 + torch.randperm(_size_of(main), generator=random)[: 3 * count]
     used = used.to(layers(0)[0].device)
     written, filled, _ = used.split(count)
     rows = layers.rows(filled)
-    given = [own for runner in runners for own in _give(runner, used, random, full_pool(main))]
+    given = [
+        expected for runner in runners for expected in _give(runner, used, random, full_pool(main))
+    ]
     stream = runners[0].forward_stream
     spans = _stored(store, np.arange(count, dtype=np.int32), layers.read, written, stream)
     if sum(map(len, spans)) != count:
@@ -149,9 +151,9 @@ def _error(
                     kvs[into.slots] = 0
                 fill(layer, source, source.read(layer), into, codec)
         store.close_source(source)
-        for own in given:
-            coded = not exact and (own.of_model or not shape.raw_layers)
-            if error := own.difference(codec.worst_error if codec and coded else 0.0):
+        for expected in given:
+            coded = not exact and (expected.of_model or not shape.raw_layers)
+            if error := expected.difference(codec.worst_error if codec and coded else 0.0):
                 return error
     if states is not None:
         first, second = torch.arange(1, 3, device=used.device).split(1)
@@ -162,7 +164,7 @@ def _error(
             with states.into(layer, second) as into:
                 fill(layer, source, source.read(layer), into, codec)
         store.close_source(source)
-        errors = [own.difference(0.0) for own in given]
+        errors = [expected.difference(0.0) for expected in given]
         for part in states.parts():
             part[1:3] = 0
         return max(errors)
@@ -216,26 +218,26 @@ def _give(runner: Any, slots: Tensor, random: torch.Generator, main: Any) -> Ite
         for number, kvs in enumerate(pool.kv_buffer):
             yield _random(f"KVs of layer {number}", kvs.flatten(1).view(torch.uint8), slots)
         return
-    modules = {own.layer_id: own for own in attention_layers(runner.model)}
+    modules = {module.layer_id: module for module in attention_layers(runner.model)}
     pools = [full] if windows is None else [full, windows]
-    assert len(modules) == sum(own.layer_num for own in pools)
+    assert len(modules) == sum(layer_pool.layer_num for layer_pool in pools)
     rows = slots if windows is None else pool.full_to_swa_index_mapping[slots]
     where = slots if windows is None else KVWriteLoc(slots, rows)
     for layer, module in modules.items():
-        own = pool_of(pool, layer)
-        streams = streams_of(own, pool.dtype)
+        layer_pool = pool_of(pool, layer)
+        kv_format = streams_of(layer_pool, pool.dtype)
         both = [
-            torch.randn(len(slots), streams.heads, dim, generator=random).to(pool.dtype)
-            for dim in streams.dims
+            torch.randn(len(slots), kv_format.heads, dim, generator=random).to(pool.dtype)
+            for dim in kv_format.dims
         ]
         if is_latent(full):
             both = [torch.cat(both, -1), both[0]]
         pool.set_kv_buffer(module, where, *(kv.to(slots.device) for kv in both))
         finds = pool.get_key_buffer, pool.get_value_buffer
         for kind, find, kv in zip(("keys", "values"), finds, both, strict=True):
-            found = functools.partial(find, layer)
-            of_own = slots if own is full else rows
-            yield _Given(f"{kind} of layer {layer}", found, of_own, kv, own is main)
+            find_rows = functools.partial(find, layer)
+            pool_slots = slots if layer_pool is full else rows
+            yield _Given(f"{kind} of layer {layer}", find_rows, pool_slots, kv, layer_pool is main)
 
 
 def _random(what: str, part: Tensor, rows: Tensor) -> _Given:

@@ -78,17 +78,21 @@ class ServedCache(UnifiedRadixCache):
         called again after each flush. `adapters`: SGLang's `LoRAManager`, if it has one.
         """
         super().__init__(params)
-        self._requests = own = KnownRequests(
+        self._requests = requests = KnownRequests(
             *(self, service, layers, forward_stream, ranks, adapters)
         )
-        self.service, self.ranks, self.planner = service, ranks, own.planner
-        self._known, self._provenance, self._allocation = own.known, own.provenance, own.allocation
+        self.service, self.ranks, self.planner = service, ranks, requests.planner
+        self._tracked, self._provenance, self._allocation = (
+            requests.by_rid,
+            requests.provenance,
+            requests.allocation,
+        )
         self._released: list[Known] = []
         service.describe_pool = self._describe_pool
-        self._saves = saves = WriteBack(own, model)
+        self._saves = saves = WriteBack(requests, model)
         self.sights = saves.sights
         self.weights = WeightWatch(
-            *(service, read_identity, self._set_aside, own.allocation.is_empty, ranks)
+            *(service, read_identity, self._set_aside, requests.allocation.is_empty, ranks)
         )
         # What is locked is not freed, and a rank does not know which of all writes are purged.
         self.sweeps = Sweeps(self, None if ranks.alone else saves.give_all_up)
@@ -110,7 +114,7 @@ class ServedCache(UnifiedRadixCache):
         req = params.req
         if req is None or not self._serves:
             return super().match_prefix(params)
-        known = self._requests.note(req, self._saves.sight)
+        tracked = self._requests.register(req, self._saves.sight)
         key = params.key
         if key.extra_key != req.extra_key:
             # Its first match: SGLang made the key before the request had a class.
@@ -123,8 +127,8 @@ class ServedCache(UnifiedRadixCache):
             )
             params = dataclasses.replace(params, key=key)
         result = super().match_prefix(params)
-        if not known.admitted:
-            self._requests.tell_resident(known, result.device_prefix_len)
+        if not tracked.admitted:
+            self._requests.report_resident(tracked, result.device_prefix_len)
         return result
 
     def is_backuped(self, node_id: Any) -> bool:
@@ -135,49 +139,49 @@ class ServedCache(UnifiedRadixCache):
         self, handle: CacheRequestHandle, *arguments: Any, **keywords: Any
     ) -> bool:
         """A request is queued: plan what is to be loaded for it."""
-        known = self._known.get(handle.rid)
-        if known is not None:
-            self.loads.plan(known)
+        tracked = self._tracked.get(handle.rid)
+        if tracked is not None:
+            self.loads.plan(tracked)
         return False
 
     def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
         """Whether a request may be admitted now; others pass it if not."""
-        known = self._known.get(request.rid)
-        return known is None or self.loads.may_run(known)
+        tracked = self._tracked.get(request.rid)
+        return tracked is None or self.loads.may_run(tracked)
 
     def waiting_storage_span(self, request: CacheRequestHandle) -> tuple[int, int] | None:
         """What is being brought for a waiting request."""
-        known = self._known.get(request.rid)
-        job = None if known is None else known.job
+        tracked = self._tracked.get(request.rid)
+        job = None if tracked is None else tracked.job
         return None if job is None else (job.start, job.stop)
 
     def pop_prefetch_loaded_span(self, request: CacheRequestHandle) -> tuple[int, int | None]:
         """How many tokens were brought for a request, and where they begin."""
-        known = self._known.get(request.rid)
-        if known is None or not known.brought.loaded:
+        tracked = self._tracked.get(request.rid)
+        if tracked is None or not tracked.brought.loaded:
             return 0, None
-        return known.brought.loaded, known.brought.stop - known.brought.loaded
+        return tracked.brought.loaded, tracked.brought.stop - tracked.brought.loaded
 
     def finish_storage_prefetch_admission(
         self, request: CacheRequestHandle, fulfilled_tokens: int, reason: str | None
     ) -> None:
         """A request is admitted, and has locked what it uses."""
-        known = self._known.get(request.rid)
-        if known is not None and not known.admitted:
-            known.admitted = True
-            self._requests.explain(known)
-            self._saves.expect(known)
-            self.loads.end_waiting(known)
+        tracked = self._tracked.get(request.rid)
+        if tracked is not None and not tracked.admitted:
+            tracked.admitted = True
+            self._requests.explain(tracked)
+            self._saves.expect(tracked)
+            self.loads.end_waiting(tracked)
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """SGLang's, which inserts what a pass computed; then offer what is new to the store."""
-        known = self._known.get(req.rid)
-        if known is None:
+        tracked = self._tracked.get(req.rid)
+        if tracked is None:
             super().checkpoint(req, up_to=up_to, **kwargs)
             return
-        self.loads.end_pass(known)
+        self.loads.end_pass(tracked)
         before, row = req.kv.cache_protected_len, None
-        if self._provenance.mixed and not known.kv_class.exact and req.session is None:
+        if self._provenance.mixed and not tracked.kv_class.exact and req.session is None:
             row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, before:up_to].clone()
         super().checkpoint(req, up_to=up_to, **kwargs)
         if row is not None:
@@ -185,32 +189,32 @@ class ServedCache(UnifiedRadixCache):
             fresh = path[before:]
             # Tokens that others had inserted before keep their slots, and what these rest on.
             fresh = fresh[fresh == row[: len(fresh)].to(fresh.dtype)]
-            self._provenance.note_computed(path[:before].long(), fresh.long())
-        self._saves.offer(known, up_to)
+            self._provenance.mark_computed(path[:before].long(), fresh.long())
+        self._saves.offer(tracked, up_to)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         """A request gives its row back: it is over, or SGLang put it back into the queue."""
         super().on_release(req, checkpointed=checkpointed)
-        known = self._known.get(req.rid)
-        if known is None:
+        tracked = self._tracked.get(req.rid)
+        if tracked is None:
             return
-        self.loads.end_pass(known)
-        self.loads.end_waiting(known)
+        self.loads.end_pass(tracked)
+        self.loads.end_waiting(tracked)
         if req.finished():
-            self._forget(known)
+            self._forget(tracked)
             return
-        known.admitted = known.planned = False
-        known.brought = Brought()
+        tracked.admitted = tracked.planned = False
+        tracked.brought = Brought()
         if req.to_finish is not None:
-            self._released.append(known)
+            self._released.append(tracked)
 
     def release_aborted_request(self, request: CacheRequestHandle) -> None:
         """Forget a request that ended without having been admitted."""
         super().release_aborted_request(request)
-        known = self._known.get(request.rid)
-        if known is not None and not known.admitted:
-            del self._known[request.rid]
-            self.loads.end_waiting(known)
+        tracked = self._tracked.get(request.rid)
+        if tracked is not None and not tracked.admitted:
+            del self._tracked[request.rid]
+            self.loads.end_waiting(tracked)
 
     def _forget_ended(self) -> None:
         """Forget requests that SGLang has ended without saying so.
@@ -219,16 +223,16 @@ class ServedCache(UnifiedRadixCache):
         the queue; others of these are in the queue, where they end.
         """
         released, self._released = self._released, []
-        for known in released:
-            if not any(own is known.req for own in self._scheduler.waiting_queue):
-                self._forget(known)
+        for tracked in released:
+            if not any(req is tracked.req for req in self._scheduler.waiting_queue):
+                self._forget(tracked)
 
-    def _forget(self, known: Known) -> None:
-        self._saves.end(known)
-        self._requests.count(known)
+    def _forget(self, tracked: Known) -> None:
+        self._saves.end(tracked)
+        self._requests.count(tracked)
         # Another request may have its name by now.
-        if self._known.get(known.req.rid) is known:
-            del self._known[known.req.rid]
+        if self._tracked.get(tracked.req.rid) is tracked:
+            del self._tracked[tracked.req.rid]
 
     # Once per pass.
 
@@ -355,7 +359,7 @@ class ServedCache(UnifiedRadixCache):
             # First, as nothing may be read of a store that is closed.
             self.loads.close()
             self._serves = False
-            self._known.clear()
+            self._tracked.clear()
             self.service.close()
 
     def _set_aside(self) -> None:
@@ -415,5 +419,5 @@ class ServedCache(UnifiedRadixCache):
 
     def summary(self) -> dict[str, Any]:
         """What `GET /impress/stats` shows."""
-        live = {"requests_live": len(self._known), "integrity": self.integrity}
+        live = {"requests_live": len(self._tracked), "integrity": self.integrity}
         return self.service.summary() | live

@@ -40,36 +40,36 @@ class TreeSlots:
         free, _ = self._allocation.available()
         # SGLang counts on the rest of a prompt, and answers, of what it has admitted.
         scheduler = self._scheduler
-        requests = {id(own): own for own in scheduler.running_batch.reqs}
+        requests = {id(req): req for req in scheduler.running_batch.reqs}
         if scheduler.last_batch is not None:
-            requests |= {id(own): own for own in scheduler.last_batch.reqs}
+            requests |= {id(req): req for req in scheduler.last_batch.reqs}
         tokens, chunked = 0, scheduler.chunked_req
         if chunked is not None:
             requests[id(chunked)] = chunked
             tokens = len(chunked.full_untruncated_fill_ids) - chunked.extend_end
         ratio, page = scheduler.new_token_ratio_tracker.current, self._cache.page_size
-        for own in requests.values():
-            if not own.finished():
+        for req in requests.values():
+            if not req.finished():
                 # Rounded up as SGLang does, and the page that the next token may need.
-                share = 1.0 if own.sampling_params.ignore_eos else ratio
-                tokens += int(_new_tokens(own) * share) + page
+                fraction = 1.0 if req.sampling_params.ignore_eos else ratio
+                tokens += int(_new_tokens(req) * fraction) + page
         return free + int(self._cache.evictable_size()) - max(tokens, 0)
 
-    def need(self, known: Known, counted: set[object]) -> int:
+    def need(self, tracked: Known, counted: set[object]) -> int:
         """What admitting a request would take of the room, its job's slots included if it waits.
 
         What requests before it have in common with it is in `counted`, and is added there.
         """
-        req, job = known.req, known.job
+        req, job = tracked.req, tracked.job
         total = len(req.full_untruncated_fill_ids) + _new_tokens(req) + self._cache.page_size
         if job is not None and (job.slots is not None or job in counted):
-            return total - known.common
+            return total - tracked.common
         match = match_resident(self._cache, key_of(req))
         node, length = match.last_device_node, match.device_prefix_len
         if job is not None:
             counted.add(job)
             # It may bring more than the request can use.
-            total += job.stop - known.common
+            total += job.stop - tracked.common
         if node in counted:
             return total - length
         counted.add(node)
@@ -86,8 +86,8 @@ class TreeSlots:
         # In a pipeline, `running_batch` and `last_batch` are those of this pass alone. Of others a
         # stage hears the result at a fixed pass, as the others do: so all stages say the same.
         others = *getattr(scheduler, "running_mbs", ()), *getattr(scheduler, "mbs", ())
-        batches = [own for own in (last, *others) if own is not None]
-        ended = all(own.finished() for batch in batches for own in batch.reqs)
+        batches = [batch for batch in (last, *others) if batch is not None]
+        ended = all(req.finished() for batch in batches for req in batch.reqs)
         # What a prefill server sends has slots that come back.
         sends = bool(getattr(scheduler, "disagg_prefill_inflight_queue", None))
         runs = scheduler.chunked_req is not None or not scheduler.running_batch.is_empty()
@@ -104,13 +104,13 @@ class TreeSlots:
         """
         cache = self._cache
         match = match_resident(cache, self._key(job))
-        start, hold = match.device_prefix_len, cache.lock(match.last_device_node)
+        start, lock = match.device_prefix_len, cache.lock(match.last_device_node)
         taken = self._allocation.take(job.stop - start)
         if taken is None:
-            cache.unlock(hold)
+            cache.unlock(lock)
             return False
         job.begin_at(start)
-        job.hold = hold
+        job.hold = lock
         job.slots, job.rows = taken
         job.target = job.slots
         if job.slots.is_cuda:
@@ -136,10 +136,10 @@ class TreeSlots:
         # On what its KVs rest, behind those in the slots of `path`.
         provenance, stored, kept = self._provenance, job.match.quality, job.parts[0]
         depth = stored.depth + (not job.kv_class.exact)
-        provenance.note(slots[:kept], depth, blended=stored.blended)
+        provenance.mark(slots[:kept], depth, blended=stored.blended)
         if kept < len(slots):
             depth = max(depth, provenance.depth(path))
-            provenance.note(slots[kept:], depth, loaded=False, blended=True)
+            provenance.mark(slots[kept:], depth, loaded=False, blended=True)
         params = InsertParams(
             key=self._key(job),
             value=torch.cat([path, slots]),
@@ -168,9 +168,9 @@ class TreeSlots:
         self._cache.unlock(job.hold)
         drop_below(self._cache, self._key(job), job.start)
 
-    def hold_for(self, known: Known) -> Any:
+    def hold_for(self, tracked: Known) -> Any:
         """Hold what is resident of a request, and nothing else; `release` ends that."""
-        match = match_resident(self._cache, key_of(known.req))
+        match = match_resident(self._cache, key_of(tracked.req))
         return self._cache.lock(match.last_device_node)
 
     def release(self, hold: Any) -> None:
@@ -184,5 +184,5 @@ class TreeSlots:
 
 def _new_tokens(req: Any) -> int:
     """Tokens that a request may still generate, as far as SGLang reserves room for them."""
-    left = req.sampling_params.max_new_tokens - len(req.output_ids)
-    return max(min(left, CLIP_MAX_NEW_TOKENS), 0)
+    num_left = req.sampling_params.max_new_tokens - len(req.output_ids)
+    return max(min(num_left, CLIP_MAX_NEW_TOKENS), 0)

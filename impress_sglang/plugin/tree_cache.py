@@ -61,9 +61,9 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ServedCache:
     tp_size = ranks.size // options.pp_size
     check_layers(runner, tp_size, windows=may_have_windows(config))
     pool, model_dtype = runner.token_to_kv_pool, runner.model_config.dtype
-    streams, windows = streams_of(full_pool(pool), model_dtype), window_pool(pool)
+    kv_format, windows = streams_of(full_pool(pool), model_dtype), window_pool(pool)
     drafts = draft_runners(context.tp_worker)
-    further = [streams_of(own.token_to_kv_pool, own.model_config.dtype) for own in drafts]
+    further = [streams_of(draft.token_to_kv_pool, draft.model_config.dtype) for draft in drafts]
     if windows is not None:
         check_alone(options, "windows in a pool of their own", _ONE_POOL)
         further = [streams_of(windows, model_dtype)]
@@ -74,9 +74,9 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ServedCache:
         # Each rank has states of its own, and drafts or windows may have other heads to share.
         heads = 1 if is_latent(pool) else runner.model_config.get_total_num_kv_heads()
         # What another node has written is on the drive of that.
-        of_node = options.tp_size * options.pp_size // options.nnodes
-        ranks.copies = math.gcd(max(tp_size // heads, 1), of_node)
-    if no_codes := streams.no_codes or STATEFUL * stateful:
+        node_ranks = options.tp_size * options.pp_size // options.nnodes
+        ranks.copies = math.gcd(max(tp_size // heads, 1), node_ranks)
+    if no_codes := kv_format.no_codes or STATEFUL * stateful:
         config = config.without_codes(no_codes)
         logger.info("prefixes are loaded exactly: %s", no_codes)
     attend_rectangularly(runner.attn_backend)
@@ -115,12 +115,12 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ServedCache:
 
     layers = PoolLayers(pool)
     if drafts or index_keys(full_pool(pool)):
-        shape = layers.add(shape, [own.token_to_kv_pool for own in drafts])
+        shape = layers.add(shape, [draft.token_to_kv_pool for draft in drafts])
     elif windows is not None:
         # What SGLang looks for, in whole pages; 0.5.22 knows no drafts that look further.
         page = params.page_size
         window = getattr(params, "swa_retain_window", params.sliding_window_size)
-        raw = further != [streams]
+        raw = further != [kv_format]
         shape = layers.add(shape, [windows], -(-window // page) * page, raw=raw)
     if stateful:
         layers.states = state_layers(runner.req_to_token_pool, shape)

@@ -21,8 +21,8 @@ from impress_sglang.store.orders import MultiStepJobs
 from impress_sglang.store.prefix_hashes import namespace_text
 
 # Most nodes that one step of a sweep frees, and that it looks at.
-MOST_FREED = 64
-MOST_LOOKS = 2048
+MAX_FREED = 64
+MAX_VISITED = 2048
 
 
 def match_resident(cache: UnifiedRadixCache, key: RadixKey) -> MatchResult:
@@ -71,7 +71,9 @@ def lock_states(cache: UnifiedRadixCache, last: Any) -> list[Any]:
     return locks
 
 
-def last_state(cache: UnifiedRadixCache, last: Any, most: int) -> tuple[Any, int, Tensor | None]:
+def last_state(
+    cache: UnifiedRadixCache, last: Any, max_tokens: int
+) -> tuple[Any, int, Tensor | None]:
     """The last state up to a node of the tree, behind at most so many tokens.
 
     Returns its node, how many tokens lead to it, and int64 [1], where it is in the pool.
@@ -79,7 +81,7 @@ def last_state(cache: UnifiedRadixCache, last: Any, most: int) -> tuple[Any, int
     count, node = len(cache.path_device_indices(last)), cache.tree_core.node_by_id(last)
     while count:
         slot = node.component_data[ComponentType.MAMBA].value
-        if count <= most and slot is not None:
+        if count <= max_tokens and slot is not None:
             return node.id, count, slot.long()
         count -= len(node.key)
         node = node.parent
@@ -141,44 +143,46 @@ class Sweeps(MultiStepJobs[str, Iterator[tuple[int, bool]]]):
         # What is above them all stays.
         ends = [node.parent for node in waiting]
         while True:
-            looks, left, tokens = MOST_LOOKS, MOST_FREED, 0
+            visits, frees, tokens = MAX_VISITED, MAX_FREED, 0
             # As a group: an allocator copies all of its free slots each time it frees.
             allocator.free_group_begin()
             try:
-                while waiting and looks > 0 and left > 0:
+                while waiting and visits > 0 and frees > 0:
                     node = waiting.pop()
-                    looks -= 1
+                    visits -= 1
                     if node.parent is None or node not in node.parent.children.values():
                         continue
-                    own = namespace_text(unmarked(node.key.extra_key), node.key.cache_salt)
-                    if namespace not in (None, own):
+                    node_namespace = namespace_text(
+                        unmarked(node.key.extra_key), node.key.cache_salt
+                    )
+                    if namespace not in (None, node_namespace):
                         continue
                     waiting.extend(node.children.values())
                     # A node goes with the last node below it, even if it was split off meanwhile.
                     while node not in ends and not node.children and not is_locked(node):
-                        above = node.parent
+                        parent = node.parent
                         tokens += free_leaf(self._cache, node)
-                        left -= 1
-                        node = above
+                        frees -= 1
+                        node = parent
             finally:
                 allocator.free_group_end()
             yield tokens, bool(waiting)
 
     def _tops(self, prefix: RadixKey | None) -> list[Any]:
         """The uppermost nodes of what begins with a prefix."""
-        tops, found = list(self._cache.root_node.children.values()), list[Any]()
+        tops, matching = list(self._cache.root_node.children.values()), list[Any]()
         if prefix is None:
             return tops
         # The classes of a prefix differ in their keys, and so does how they begin in the tree.
         # In their order, which is the same on all ranks, as that of a set is not.
-        for own in dict.fromkeys(node.key.extra_key for node in tops):
-            if unmarked(own) != prefix.extra_key:
+        for extra_key in dict.fromkeys(node.key.extra_key for node in tops):
+            if unmarked(extra_key) != prefix.extra_key:
                 continue
-            key = RadixKey(array("q", prefix.token_ids), own, cache_salt=prefix.cache_salt)
+            key = RadixKey(array("q", prefix.token_ids), extra_key, cache_salt=prefix.cache_salt)
             node, length = last_node(self._cache, key)
             # SGLang may have turned it into a key of pairs, whose last page reaches beyond it: what
             # has the pages before goes, too.
             whole = len(key) // self._cache.page_size * self._cache.page_size
             if 0 < whole <= length:
-                found.append(node)
-        return found
+                matching.append(node)
+        return matching

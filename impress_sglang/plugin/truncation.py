@@ -47,7 +47,7 @@ def around_tokenized(
     obj: Any,
     input_text: str,
     input_ids: list[int] | None,
-    *rest: Any,
+    *arguments: Any,
 ) -> Any:
     """Around `TokenizerManager._create_tokenized_object`, which makes the scheduler's request.
 
@@ -57,8 +57,8 @@ def around_tokenized(
         share(obj)
     cut = _cut_of(manager, obj, input_ids)
     if cut is not None:
-        _tell(manager, obj, {TRUNCATED_KEY: len(cut)})
-    return original(manager, obj, input_text, _without(input_ids, cut), *rest)
+        _add_custom_params(manager, obj, {TRUNCATED_KEY: len(cut)})
+    return original(manager, obj, input_text, _without(input_ids, cut), *arguments)
 
 
 def keep_system_prompt(result: Any, chat: Any, request: Any, *_: Any, **__: Any) -> Any:
@@ -68,12 +68,12 @@ def keep_system_prompt(result: Any, chat: Any, request: Any, *_: Any, **__: Any)
     """
     adapted, manager = result[0], chat.tokenizer_manager
     tokens = adapted.input_ids
-    known = KEEP_KEY in _custom_params(manager, adapted) or request.input_ids is not None
-    if known or not isinstance(tokens, list) or _cut_of(manager, adapted, tokens) is None:
+    has_keep = KEEP_KEY in _custom_params(manager, adapted) or request.input_ids is not None
+    if has_keep or not isinstance(tokens, list) or _cut_of(manager, adapted, tokens) is None:
         return result
     length = _system_tokens(chat, request, tokens)
     if length is not None:
-        _tell(manager, adapted, {KEEP_KEY: length})
+        _add_custom_params(manager, adapted, {KEEP_KEY: length})
     return result
 
 
@@ -87,8 +87,8 @@ def _cut_of(manager: Any, obj: Any, input_ids: list[int] | None) -> range | None
         return None
     custom = _custom_params(manager, obj)
     check_custom_params(custom, config)
-    share = share_of(custom, config)
-    if input_ids is None or share is None or not _can_be_cut(obj):
+    fraction = share_of(custom, config)
+    if input_ids is None or fraction is None or not _can_be_cut(obj):
         return None
     # The most tokens that SGLang accepts in a prompt of this request.
     room = int(manager.context_len) - manager.num_reserved_tokens
@@ -98,7 +98,7 @@ def _cut_of(manager: Any, obj: Any, input_ids: list[int] | None) -> range | None
     if manager.validate_total_tokens and new_tokens is not None:
         limit = min(limit, room - new_tokens)
     keep = custom.get(KEEP_KEY, KEEP_TOKENS)
-    return find_cut(input_ids, limit, share, keep, _openers(manager))
+    return find_cut(input_ids, limit, fraction, keep, _openers(manager))
 
 
 def _can_be_cut(obj: Any) -> bool:
@@ -112,12 +112,12 @@ def _can_be_cut(obj: Any) -> bool:
 
 
 def _custom_params(manager: Any, obj: Any) -> dict[str, Any]:
-    usual = {**(manager.preferred_sampling_params or {}), **(obj.sampling_params or {})}
-    custom = usual.get("custom_params")
+    params = {**(manager.preferred_sampling_params or {}), **(obj.sampling_params or {})}
+    custom = params.get("custom_params")
     return custom if isinstance(custom, dict) else {}
 
 
-def _tell(manager: Any, obj: Any, more: dict[str, int]) -> None:
+def _add_custom_params(manager: Any, obj: Any, more: dict[str, int]) -> None:
     """Add to a copy of a request's `custom_params`, which travel with it and may be shared."""
     custom = {**_custom_params(manager, obj), **more}
     obj.sampling_params = {**obj.sampling_params, "custom_params": custom}
@@ -145,15 +145,15 @@ def _system_tokens(chat: Any, request: Any, tokens: list[int]) -> int | None:
     other: list[Any] = [ChatCompletionMessageUserParam(role="user", content="")]
     if roles[first : first + 1] != ["assistant"]:
         other.insert(0, ChatCompletionMessageGenericParam(role="assistant", content=""))
-    own = request.model_copy(
+    probe = request.model_copy(
         update={"messages": [*request.messages[:first], *other], "continue_final_message": False}
     )
     try:
-        others = chat._process_messages(own, False).prompt_ids
+        probe_tokens = chat._process_messages(probe, False).prompt_ids
     except ValueError:
         # The template requires a user message first.
         return None
-    pairs = enumerate(zip(tokens, others, strict=False))
+    pairs = enumerate(zip(tokens, probe_tokens, strict=False))
     length = next((i for i, (left, right) in pairs if left != right), None)
     if length and tokens[length - 1] in _openers(chat.tokenizer_manager):
         return length - (tokens[length - 1] in tokens[length:])

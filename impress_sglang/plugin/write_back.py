@@ -71,38 +71,42 @@ class WriteBack:
         self._reading = threading.Lock()
         self._saves: dict[_Save, None] = {}
         config = self._service.config
-        least, blends = config.write_after, config.blend != OFF
+        min_sightings, blends = config.write_after, config.blend != OFF
         self._min_tokens = config.min_prefix_tokens
-        self._counted = Sights(max(least, 2), self._service.counts) if least > 1 or blends else None
-        self.sights = self._counted if least > 1 else None
+        self._sketch = (
+            Sights(max(min_sightings, 2), self._service.counts)
+            if min_sightings > 1 or blends
+            else None
+        )
+        self.sights = self._sketch if min_sightings > 1 else None
         """Counts how often prompts are asked for; None unless that decides what is stored."""
         self.writing_tokens = 0
 
-    def sight(self, known: Known) -> bool:
+    def sight(self, tracked: Known) -> bool:
         """Count a request that may be stored, when it is first matched.
 
         Returns whether it should be computed exactly: others will reuse its text where it is no
         prefix.
         """
-        req = known.req
-        if known.worth is not None or not self._service.in_use:
+        req = tracked.req
+        if tracked.storable_tokens is not None or not self._service.in_use:
             return False
         tokens = req.origin_input_ids
         if self.sights is None or params_of(req.sampling_params).get(STORE_KEY):
-            known.worth = len(tokens)
-        if self._counted is None or len(tokens) < self._min_tokens:
+            tracked.storable_tokens = len(tokens)
+        if self._sketch is None or len(tokens) < self._min_tokens:
             return False
         # For several samples SGLang first computes the prompt alone, without new tokens.
         count = req.sampling_params.n == 1 or req.sampling_params.max_new_tokens == 0
-        space, text = known.namespace, as_tokens(tokens)
-        seen = self._counted.note(space, text, count=count)
-        elsewhere = self._worth_elsewhere(self._counted, space, text, seen, count=count)
-        known.seen = max(seen, elsewhere)
-        known.worth = max(known.seen, known.worth or 0)
+        namespace, text = tracked.namespace, as_tokens(tokens)
+        seen = self._sketch.note(namespace, text, count=count)
+        elsewhere = self._reusable_tokens(self._sketch, namespace, text, seen, count=count)
+        tracked.frequent_tokens = max(seen, elsewhere)
+        tracked.storable_tokens = max(tracked.frequent_tokens, tracked.storable_tokens or 0)
         return elsewhere > seen
 
-    def _worth_elsewhere(
-        self, sights: Sights, space: str, tokens: Tokens, known: int, *, count: bool
+    def _reusable_tokens(
+        self, sketch: Sights, namespace: str, tokens: Tokens, num_seen: int, *, count: bool
     ) -> int:
         """How many of the first tokens of a prompt are worth storing for the sake of its text.
 
@@ -113,65 +117,65 @@ class WriteBack:
         content = store.tree.content
         if content is None:
             return 0
-        starts, often = sights.note_text(space, tokens, count=count)
-        often &= starts >= known
-        most = np.count_nonzero(starts >= known) // 2
+        starts, often = sketch.note_text(namespace, tokens, count=count)
+        often &= starts >= num_seen
+        half = np.count_nonzero(starts >= num_seen) // 2
         if (
             not store.writes.are_taken
-            or len(tokens) - known < self._service.config.blend_min_tokens
+            or len(tokens) - num_seen < self._service.config.blend_min_tokens
         ):
             # Otherwise it would be computed exactly in vain.
             return 0
-        if np.count_nonzero(often) > most:
-            found = content.find(store.namespace(space), tokens, known, only_ready=False)
-            often &= ~meets(found, starts, BLOCK_TOKENS)
+        if np.count_nonzero(often) > half:
+            runs = content.find(store.namespace(namespace), tokens, num_seen, only_ready=False)
+            often &= ~meets(runs, starts, BLOCK_TOKENS)
         fresh = starts[often]
-        return int(fresh[-1]) + BLOCK_TOKENS if len(fresh) > most else 0
+        return int(fresh[-1]) + BLOCK_TOKENS if len(fresh) > half else 0
 
-    def expect(self, known: Known) -> None:
+    def expect(self, tracked: Known) -> None:
         """Have queries of a request sampled that is admitted and will be stored, of few of them."""
-        fits = self._fits(known, len(known.req.origin_input_ids))
+        fits = self._fits(tracked, len(tracked.req.origin_input_ids))
         if fits and self._service.shape.coded and self._service.store.writes.want_queries():
-            self._sampler.want(known.req.rid)
+            self._sampler.sample_next_prompt(tracked.req.rid)
 
-    def offer(self, known: Known, up_to: int) -> None:
+    def offer(self, tracked: Known, up_to: int) -> None:
         """Offer the first `up_to` tokens of a request, which are computed and in the tree."""
-        req = known.req
+        req = tracked.req
         if up_to < len(req.origin_input_ids) or is_virtual_node(req.last_node):
             return
-        count = self._most_of(known, up_to - self._planner.beyond)
-        if not self._wants(count):
+        count = self._max_writable_tokens(tracked, up_to - self._planner.beyond)
+        if not self._can_lock(count):
             return
         last, state = req.last_node, None
         if self._layers.states is not None:
             last, count, state = last_state(self._cache, last, count)
-            if not self._wants(count):
+            if not self._can_lock(count):
                 return
         slots = self._cache.path_device_indices(last)[:count].to(torch.int64)
         save = _Save(slots, last, state, len(slots))
         self._lock(save)
         self._saves[save] = None
         self.writing_tokens += len(slots)
-        if not self._offer(known, save):
+        if not self._offer(tracked, save):
             self._end(save)
 
-    def _most_of(self, known: Known, up_to: int) -> int:
+    def _max_writable_tokens(self, tracked: Known, up_to: int) -> int:
         """How many of the first tokens of a request some rank may write.
 
         Where there are several, stores and what they counted may differ, and locks may not.
         """
         if self._ranks.alone:
-            return self._worth_of(known, up_to) if self._may_store(known) else 0
-        stored = self._service.policy.stores and store_refusal(known.req) is None
+            return self._storable_tokens(tracked, up_to) if self._may_store(tracked) else 0
+        stored = self._service.policy.stores and store_refusal(tracked.req) is None
         return self._planner.whole_pages(up_to) if stored else 0
 
-    def end(self, known: Known) -> None:
+    def end(self, tracked: Known) -> None:
         """Count the answer of a request that is over: the next prompt may contain it."""
-        req = known.req
+        req = tracked.req
         self._sampler.take(req.rid)
-        if self._counted is not None and known.worth is not None and req.output_ids:
+        if self._sketch is not None and tracked.storable_tokens is not None and req.output_ids:
             tokens = as_tokens([*req.origin_input_ids, *req.output_ids])
-            self._counted.note(known.namespace, tokens, len(req.origin_input_ids))
+            self._sketch.note(tracked.namespace, tokens, len(req.origin_input_ids))
 
     def locked_tokens(self, protected: Callable[[], int]) -> int:
         """Tokens of SGLang's tree that only saves have locked, of all that are `protected`.
@@ -248,46 +252,49 @@ class WriteBack:
         if store is not None:
             store.writes.abandon()
 
-    def _may_store(self, known: Known) -> bool:
-        in_use = self._service.in_use and not known.refused
-        return self._ranks.writes and in_use and store_refusal(known.req) is None
+    def _may_store(self, tracked: Known) -> bool:
+        in_use = self._service.in_use and not tracked.save_refused
+        return self._ranks.writes and in_use and store_refusal(tracked.req) is None
 
-    def _fits(self, known: Known, num_tokens: int) -> bool:
-        return self._may_store(known) and self._worth_of(known, num_tokens) >= self._min_tokens
+    def _fits(self, tracked: Known, num_tokens: int) -> bool:
+        return (
+            self._may_store(tracked)
+            and self._storable_tokens(tracked, num_tokens) >= self._min_tokens
+        )
 
-    def _wants(self, num_tokens: int) -> bool:
+    def _can_lock(self, num_tokens: int) -> bool:
         """Whether the pool can spare slots: half of them at most, or those of a single prefix."""
         if num_tokens < self._min_tokens:
             return False
         spare = self._cache.token_to_kv_pool_allocator.size_full // 2 - self.writing_tokens
         return not self._saves or num_tokens <= spare
 
-    def _worth_of(self, known: Known, num_tokens: int) -> int:
+    def _storable_tokens(self, tracked: Known, num_tokens: int) -> int:
         """How many of the first slots of a request are worth storing, in whole pages."""
         if self.sights is not None:
-            num_tokens = min(num_tokens, (known.worth or 0) - self._planner.beyond)
+            num_tokens = min(num_tokens, (tracked.storable_tokens or 0) - self._planner.beyond)
         return self._planner.whole_pages(num_tokens)
 
-    def _quality_of(self, known: Known, slots: Tensor) -> tuple[Quality | None, int]:
+    def _quality_of(self, tracked: Known, slots: Tensor) -> tuple[Quality | None, int]:
         """The quality of KVs in slots, and how many of the first came from a store."""
-        provenance, own = self._provenance, known.kv_class
+        provenance, kv_class = self._provenance, tracked.kv_class
         # Nothing in the tree of this class rests on codes, and nobody marks its slots.
-        depth = 0 if own.exact else provenance.depth(slots)
+        depth = 0 if kv_class.exact else provenance.depth(slots)
         if not depth:
             return EXACT, 0
         if depth > self._service.config.approximation_depth:
             return None, 0
-        share = own.share if provenance.blended(slots) else 1.0
-        return Quality(depth, own.bits, share), provenance.loaded_before(slots)
+        ratio = kv_class.share if provenance.blended(slots) else 1.0
+        return Quality(depth, kv_class.bits, ratio), provenance.loaded_before(slots)
 
-    def _offer(self, known: Known, save: _Save) -> bool:
+    def _offer(self, tracked: Known, save: _Save) -> bool:
         """Offer the slots of a save to the store; returns whether it will read them."""
-        if not self._fits(known, len(save.slots)):
+        if not self._fits(tracked, len(save.slots)):
             return False
-        req, store = known.req, self._service.store
-        save.slots = save.slots[: self._worth_of(known, len(save.slots))]
+        req, store = tracked.req, self._service.store
+        save.slots = save.slots[: self._storable_tokens(tracked, len(save.slots))]
         queries = self._sampler.take(req.rid)
-        quality, first = self._quality_of(known, save.slots)
+        quality, first = self._quality_of(tracked, save.slots)
         if quality is None or first >= len(save.slots):
             return False
         if save.state is not None and len(save.slots) < save.locked:
@@ -320,20 +327,20 @@ class WriteBack:
             priority=Priority[asked.get(PRIORITY_KEY, "normal").upper()],
             windows_from=save.windows_from,
         )
-        outcome = store.writes.offer(known.namespace, offer)
+        outcome = store.writes.offer(tracked.namespace, offer)
         save.reading += outcome is StoreOutcome.ACCEPTED
         if save.state is not None and self._layers.states is not None:
             state, states = save.state, self._layers.states
-            behind = dataclasses.replace(
+            end_state = dataclasses.replace(
                 offer,
                 tokens=behind_of(tokens, states),
                 read_layers=lambda start: reader(states.read, state),
                 min_tokens=states.tokens,
                 available_from=len(tokens),
             )
-            stored = store.writes.offer(known.namespace, behind)
+            stored = store.writes.offer(tracked.namespace, end_state)
             save.reading += stored is StoreOutcome.ACCEPTED
-        known.refused = outcome in (StoreOutcome.NO_SPACE, StoreOutcome.SPENT)
+        tracked.save_refused = outcome in (StoreOutcome.NO_SPACE, StoreOutcome.SPENT)
         return save.reading > 0
 
     def _end(self, save: _Save, writes: int = 0) -> None:
@@ -357,31 +364,32 @@ class QuerySampler:
 
     def __init__(self, model: Any, number: Callable[[int], int]) -> None:
         """`number`: of the layer of a store that a layer of the model is."""
-        self._modules = [own for own in model.modules() if isinstance(own, RadixAttention)]
+        self._modules = [module for module in model.modules() if isinstance(module, RadixAttention)]
         self._number = number
         self._hooks: list[RemovableHandle] = []
-        self._wanted: set[str] = set()
+        self._to_sample: set[str] = set()
         self._sampled: dict[str, dict[int, Tensor]] = {}
 
-    def want(self, rid: str) -> None:
+    def sample_next_prompt(self, rid: str) -> None:
         """Sample the prompt of the request with this id."""
-        self._wanted.add(rid)
+        self._to_sample.add(rid)
         if not self._hooks:
             self._hooks = [
-                own.register_forward_pre_hook(self._look, with_kwargs=True) for own in self._modules
+                module.register_forward_pre_hook(self._sample, with_kwargs=True)
+                for module in self._modules
             ]
 
     def take(self, rid: str) -> dict[int, Tensor]:
         """What was sampled of a request, by layer, which is then forgotten."""
-        self._wanted.discard(rid)
-        if not self._wanted:
+        self._to_sample.discard(rid)
+        if not self._to_sample:
             # A module with a hook costs each pass its time, in each layer.
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []
         return self._sampled.pop(rid, {})
 
-    def _look(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _sample(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = kwargs.get("forward_batch", args[3] if len(args) > 3 else None)
         if batch is None or not batch.forward_mode.is_extend_without_speculative():
             return
@@ -392,9 +400,11 @@ class QuerySampler:
         # SGLang's warm-up batches have no requests.
         for rid, count in zip(batch.rids or (), batch.extend_seq_lens_cpu, strict=False):
             stop += int(count)
-            if rid not in self._wanted:
+            if rid not in self._to_sample:
                 continue
             first = stop - min(MEASURED_QUERIES, int(count))
-            own = queries[first:stop].view(stop - first, module.tp_q_head_num, module.qk_head_dim)
+            sample = queries[first:stop].view(
+                stop - first, module.tp_q_head_num, module.qk_head_dim
+            )
             layers = self._sampled.setdefault(rid, {})
-            layers[self._number(module.layer_id)] = own.clone()
+            layers[self._number(module.layer_id)] = sample.clone()

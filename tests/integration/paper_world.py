@@ -73,7 +73,7 @@ class PaperWorld(TreeWorld):
 
     def forget(self, rid: str) -> None:
         """A request is over, and nobody counts it."""
-        self.cache._known.pop(rid, None)
+        self.cache._tracked.pop(rid, None)
         request = self.cache.live.pop(rid, None)
         if request is not None:
             request.end_loading()
@@ -89,14 +89,14 @@ class PaperWorld(TreeWorld):
         key = RadixKey(req.origin_input_ids)
         self.cache.insert(InsertParams(key=key, value=slots))
         req.last_node = self.cache.match_prefix(MatchPrefixParams(key=key)).last_device_node
-        self.cache._saves.offer(self.cache._known.pop(rid), len(tokens))
+        self.cache._saves.offer(self.cache._tracked.pop(rid), len(tokens))
         return req
 
     def close(self) -> None:
         """All requests and writes end, and no slot is lost."""
         # A write would wait for its layers for ever.
         self.pool.go_on.set()
-        for rid in {*self.cache.live, *self.cache._known}:
+        for rid in {*self.cache.live, *self.cache._tracked}:
             self.forget(rid)
         self.service.store.writes.drain()
         self.check_slots()

@@ -241,7 +241,7 @@ def test_each_purge_is_seen_through_before_the_next_one_begins(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many there are: more sweeps at once than are kept would throw each other out."""
-    monkeypatch.setattr(tree_nodes, "MOST_LOOKS", 1)
+    monkeypatch.setattr(tree_nodes, "MAX_VISITED", 1)
     for number in range(12):
         world.make_resident(range(9), f"tenant {number}")
     names = list[str]()

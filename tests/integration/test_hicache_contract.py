@@ -83,12 +83,12 @@ def page_of(pool: Any, page: int) -> torch.Tensor:
 @pytest.fixture
 def weights(monkeypatch: pytest.MonkeyPatch) -> Weights:
     """Of a scheduler that is noted."""
-    own = backend_module.note(SimpleNamespace())
+    own = backend_module.remember_scheduler(SimpleNamespace())
     own.__dict__["context"] = SimpleNamespace(
         server_args=SimpleNamespace(enable_dp_attention=False)
     )
     own.identity = "ab" * 16
-    monkeypatch.setattr(backend_module, "_noted", own)
+    monkeypatch.setattr(backend_module, "_guard", own)
     return own
 
 
@@ -96,7 +96,7 @@ def weights(monkeypatch: pytest.MonkeyPatch) -> Weights:
 def make(tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Makes backends as HiCache does."""
     monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)
-    monkeypatch.setattr(pages_module, "LOOK_SECONDS", -1.0)
+    monkeypatch.setattr(pages_module, "SCAN_SECONDS", -1.0)
     made = []
 
     def make_backend(pool: Any, **how: Any) -> Any:
@@ -251,6 +251,6 @@ def test_what_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         make(pool, extra={"bits": 6})
     with pytest.raises(UnsupportedError, match=r"MLA.* drop bits"):
         make(host_pool("layer_first", "MLA"), extra={"bits": 6})
-    monkeypatch.setattr(backend_module, "_noted", None)
+    monkeypatch.setattr(backend_module, "_guard", None)
     with pytest.raises(UnsupportedError, match="tells no weights"):
         make(pool)

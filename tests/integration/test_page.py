@@ -35,7 +35,7 @@ def end(world: World, tokens: list[int] = STORED, rid: str = "asked") -> None:
 
 
 def test_never_all_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admin, "MOST_SEGMENTS", 2)
+    monkeypatch.setattr(admin, "MAX_SEGMENTS", 2)
     for number in range(5):
         world.stored_after(f"r{number}", 2000 + 100 * number)
     rows = seen(world, after=0)["segments"]

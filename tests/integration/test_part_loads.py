@@ -160,7 +160,7 @@ def planned(world: PaperWorld) -> PartPlan:
     world.ask("asks")
     plan = world.cache._plans["asks"]
     assert plan.stop == TOKENS
-    del world.cache._known["asks"]
+    del world.cache._tracked["asks"]
     return plan
 
 

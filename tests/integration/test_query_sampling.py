@@ -46,8 +46,8 @@ def test_the_last_queries_of_wanted_prompts_are_sampled(monkeypatch: pytest.Monk
     sampler = QuerySampler(model, numbers.__getitem__)
     lengths = {"a": 3, "b": MEASURED_QUERIES + 5, "c": 2}
     queries = torch.randn(sum(lengths.values()), HEADS * DIM)
-    sampler.want("b")
-    sampler.want("c")
+    sampler.sample_next_prompt("b")
+    sampler.sample_next_prompt("c")
 
     model.extend(queries, lengths)
 
@@ -64,8 +64,8 @@ def test_modules_have_hooks_only_while_a_prompt_is_wanted(monkeypatch: pytest.Mo
     model = Model(monkeypatch)
     sampler = QuerySampler(model, lambda layer: layer)
     assert model.hooks() == 0
-    sampler.want("a")
-    sampler.want("b")
+    sampler.sample_next_prompt("a")
+    sampler.sample_next_prompt("b")
     assert model.hooks() == 2
     sampler.take("a")
     assert model.hooks() == 2

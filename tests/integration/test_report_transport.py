@@ -103,7 +103,7 @@ class Learning:
     def note_request(self, *told: Any) -> None:
         self.requests.append(told)
 
-    def note(self, work: RequestLengths, seconds: float, *, whole: bool) -> None:
+    def observe(self, work: RequestLengths, seconds: float, *, whole: bool) -> None:
         self.loads.append((work, round(seconds, 6), whole))
 
 
@@ -175,7 +175,7 @@ def test_what_a_pass_took_is_learnt_apart_from_what_it_loaded(
     requests: Any = SimpleNamespace(service=runtime)
     count = functools.partial(KnownRequests.count, requests)
     cache: Any = object.__new__(PartCache)
-    cache.service, cache._known = runtime, {}
+    cache.service, cache._tracked = runtime, {}
     cache._requests, cache._saves = SimpleNamespace(count=count), SimpleNamespace(end=id)
     cache._forget(ended("paper", told))
     assert runtime.requests == ([] if request_took is None else [pytest.approx(request_took)])

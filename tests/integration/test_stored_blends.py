@@ -59,7 +59,7 @@ one_page_size = pytest.mark.parametrize("page_size", [1])
 
 def blending(world: TreeWorld, req: Any) -> BlendJob:
     """The job that a request waits for."""
-    job = world.cache._known[req.rid].job
+    job = world.cache._tracked[req.rid].job
     assert isinstance(job, BlendJob)
     return job
 

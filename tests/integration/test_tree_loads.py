@@ -148,7 +148,7 @@ def test_a_purge_goes_through_classes_in_the_order_of_the_tree(
     world: TreeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks free the same in each step; in the order of a set of texts they would not."""
-    monkeypatch.setattr(tree_nodes, "MOST_FREED", 1)
+    monkeypatch.setattr(tree_nodes, "MAX_FREED", 1)
     key = RadixKey(array("q", ASKED[:PREFIX]))
     for number, order in enumerate([({}, EXACT), (EXACT, {})]):
         for wanted in order:
@@ -192,7 +192,7 @@ def test_what_is_released_unfinished_is_over_unless_it_is_queued(
     if queued:
         world.scheduler.waiting_queue.append(req)
     world.poll()
-    assert (world.cache._known.get("own") is not None) == queued
+    assert (world.cache._tracked.get("own") is not None) == queued
     assert world.service.totals["requests"] == before + (not queued)
     if queued:
         world.abort(req)
@@ -290,7 +290,7 @@ def running(
 
 
 def is_exact(world: TreeWorld, rid: str) -> bool:
-    return bool(world.cache._known[rid].kv_class.exact)
+    return bool(world.cache._tracked[rid].kv_class.exact)
 
 
 def test_who_would_wait_for_room_uses_them(world: TreeWorld) -> None:

@@ -355,7 +355,7 @@ class TreeWorld:
         if self.service.in_use:
             self.service.store.writes.drain()
         self.check_slots()
-        assert not self.jobs.waiters and not list(self.cache._known)
+        assert not self.jobs.waiters and not list(self.cache._tracked)
         self.cache.release_host_resources()
 
 

@@ -251,7 +251,7 @@ def test_what_loading_in_a_pass_takes_is_learnt_within_a_tenth(
         work = RequestLengths(0, stored=pick.randint(256, 20_000), new=pick.randint(16, 4000))
         for kind in (False, True):
             seconds = machine.load(work, whole=kind) * pick.uniform(1 - noise, 1 + noise)
-            costs.note(work, seconds, whole=kind)
+            costs.observe(work, seconds, whole=kind)
         assert number or not costs.seconds(work, whole=whole)
 
     for work in WORKS:

@@ -71,7 +71,7 @@ def opened(
     tmp_path: Path, files: FaultyFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Open]:
     """Opens stores in one directory; each look for packs of others is made."""
-    monkeypatch.setattr(pages_module, "LOOK_SECONDS", -1.0)
+    monkeypatch.setattr(pages_module, "SCAN_SECONDS", -1.0)
     own: list[PageStore] = []
 
     def open_pages(identity: str = IDENTITY, gb: float = 1.0, **how: object) -> PageStore:

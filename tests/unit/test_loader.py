@@ -267,7 +267,7 @@ def note(
         ]
         for own in selected
     ]
-    history.note(layer, start, count, np.array([own[:k] for own in tokens]), first, scores)
+    history.observe(layer, start, count, np.array([own[:k] for own in tokens]), first, scores)
 
 
 def averaged(observations: Sequence[float]) -> float:

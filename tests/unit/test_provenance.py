@@ -18,8 +18,8 @@ def slots_of(*numbers: int) -> torch.Tensor:
 
 def test_depths_have_an_end_and_stay_depths() -> None:
     provenance = Provenance(SLOTS, CPU)
-    provenance.note(slots_of(0), 1000)
-    provenance.note_computed(slots_of(0), slots_of(1))
+    provenance.mark(slots_of(0), 1000)
+    provenance.mark_computed(slots_of(0), slots_of(1))
     assert provenance.depth(slots_of(1)) == provenance.depth(slots_of(0)) == 63
     assert provenance.loaded_before(slots_of(0, 1)) == 1
 
@@ -49,14 +49,14 @@ class ProvenanceMachine(RuleBasedStateMachine):
     @rule(data=st.data(), depth=st.integers(0, 3))
     def load(self, data: st.DataObject, depth: int) -> None:
         _, own = self.draw(data)
-        self.provenance.note(slots_of(*own), depth)
+        self.provenance.mark(slots_of(*own), depth)
         self.slots.update(dict.fromkeys(own, (depth, True)))
 
     @precondition(lambda self: self.free())
     @rule(data=st.data())
     def compute(self, data: st.DataObject) -> None:
         above, own = self.draw(data)
-        self.provenance.note_computed(slots_of(*above), slots_of(*own))
+        self.provenance.mark_computed(slots_of(*above), slots_of(*own))
         depth = max((self.slots[slot][0] for slot in above), default=0)
         self.slots.update(dict.fromkeys(own, (depth, False)))
 

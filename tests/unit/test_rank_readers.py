@@ -55,7 +55,7 @@ READERS: dict[str, tuple[str, ...]] = {
     "it decides what this rank writes; locks are the same on all, until none writes": (
         "plugin.write_back.WriteBack._may_store",
         "plugin.write_back.WriteBack._offer",
-        "plugin.write_back.WriteBack._worth_elsewhere",
+        "plugin.write_back.WriteBack._reusable_tokens",
         "plugin.write_back.WriteBack.expect",
         "plugin.write_back.WriteBack.sight",
         "serving.pool_reader.PoolLayerReader.__call__",

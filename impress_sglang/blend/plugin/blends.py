@@ -43,8 +43,8 @@ class BlendLoads(PrefixLoads):
             lambda spans: self._loader.measure(service.store, spans, exact=False),
         )
         pool = self._cache.token_to_kv_pool_allocator.get_kvcache()
-        most = scheduler.chunked_prefill_size
-        chunk = BLOCK_TOKENS if most is None or most <= 0 else min(most, BLOCK_TOKENS)
+        chunk = scheduler.chunked_prefill_size
+        chunk = BLOCK_TOKENS if chunk is None or chunk <= 0 else min(chunk, BLOCK_TOKENS)
         layers, start = PoolLayers(pool), pool.start_layer
         self._steps = BlendSteps(
             model,
@@ -56,28 +56,28 @@ class BlendLoads(PrefixLoads):
             lambda before: service.estimator.computing_seconds(before, chunk),
         )
 
-    def _plan_of(self, known: Known, tokens: Tokens, resident: int) -> Any:
-        usual = super()._plan_of(known, tokens, resident)
-        if not known.blends:
-            return usual
-        request = known.namespace, known.space, tokens, resident
-        otherwise = usual if usual is not None and usual.loads else None
-        found = self.planner.plan(*request, otherwise, known.kv_class, known.wanted.blend)
-        known.why_no_blend = None if isinstance(found, BlendJob) else found
-        return found if isinstance(found, BlendJob) else usual
+    def _plan_of(self, tracked: Known, tokens: Tokens, resident: int) -> Any:
+        plain_job = super()._plan_of(tracked, tokens, resident)
+        if not tracked.blends:
+            return plain_job
+        request = tracked.namespace, tracked.space, tokens, resident
+        alternative = plain_job if plain_job is not None and plain_job.loads else None
+        blend = self.planner.plan(*request, alternative, tracked.kv_class, tracked.options.blend)
+        tracked.why_no_blend = None if isinstance(blend, BlendJob) else blend
+        return blend if isinstance(blend, BlendJob) else plain_job
 
     def poll(self, saves: WriteBack) -> None:
         """See `PrefixLoads.poll`; between two passes, a block of a blend is computed."""
         super().poll(saves)
         if self.step():
-            for known in self._known.values():
+            for tracked in self._tracked.values():
                 # A block was computed between the chunks of its prompt, or before its first token.
-                if known.admitted and not known.req.time_stats.prefill_finished_time:
-                    known.disturbed = True
+                if tracked.admitted and not tracked.req.time_stats.prefill_finished_time:
+                    tracked.timing_invalid = True
 
     def step(self) -> bool:
         """Compute a block of the first job that is read, if there is one."""
-        job = next((own for own in self.jobs.computing if not self._waits(own)), None)
+        job = next((job for job in self.jobs.computing if not self._waits(job)), None)
         if job is None:
             return False
         assert isinstance(job, BlendJob)
@@ -93,29 +93,29 @@ class BlendLoads(PrefixLoads):
             computed = job.token_layers / self._service.shape.num_layers
             self._service.estimator.note_blend(work, computed, job.seconds)
 
-    def _decline(self, known: Known, job: LoadJob) -> None:
+    def _decline(self, tracked: Known, job: LoadJob) -> None:
         if isinstance(job, BlendJob):
-            _decline_blend(known, job.why or (Reason.NOT_OPENED, ""))
+            _decline_blend(tracked, job.why or (Reason.NOT_OPENED, ""))
         else:
-            super()._decline(known, job)
+            super()._decline(tracked, job)
 
-    def _compute_instead(self, job: LoadJob, left: float, computing: float) -> None:
+    def _compute_instead(self, job: LoadJob, seconds_left: float, computing: float) -> None:
         if not isinstance(job, BlendJob):
-            super()._compute_instead(job, left, computing)
+            super()._compute_instead(job, seconds_left, computing)
             return
-        for known in job.waiters:
+        for tracked in job.waiters:
             # It may load a prefix without blending.
-            _decline_blend(known, (Reason.BLEND_SLOWER, ""))
-            known.planned = False
+            _decline_blend(tracked, (Reason.BLEND_SLOWER, ""))
+            tracked.planned = False
         self.jobs.give_up(job)
 
     def _waits(self, job: LoadJob) -> bool:
         """Whether tokens before a job may still be on their way into their slots."""
-        return any(own.space == job.space for own in self._late.jobs)
+        return any(other.space == job.space for other in self._early_admission.jobs)
 
     def _step(self, job: BlendJob) -> JobState | None:
         """Compute a block; returns how the job has ended, if it has."""
-        most = self._service.config.blend_seconds
+        max_seconds = self._service.config.blend_seconds
         try:
             if job.row is None:
                 assert job.slots is not None
@@ -130,14 +130,14 @@ class BlendLoads(PrefixLoads):
                 self.planner.refusal = str(error) or type(error).__name__
                 job.why = Reason.BLEND_UNSUPPORTED, self.planner.refusal
             return JobState.FAILED
-        if job.spent > most:
-            job.why = Reason.BLEND_TOO_LONG, f"{job.spent:.1f} of {most:g} s"
+        if job.spent > max_seconds:
+            job.why = Reason.BLEND_TOO_LONG, f"{job.spent:.1f} of {max_seconds:g} s"
             return JobState.FAILED
         return None
 
 
-def _decline_blend(known: Known, why: Detail) -> None:
-    known.blends, known.why_no_blend = False, known.why_no_blend or why
+def _decline_blend(tracked: Known, why: Detail) -> None:
+    tracked.blends, tracked.why_no_blend = False, tracked.why_no_blend or why
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -38,7 +38,7 @@ from impress_sglang.plugin.factory import rotation_of
 
 # Most tokens of a block, and least ones however long they take.
 BLOCK_TOKENS = 2048
-LEAST_TOKENS = 32
+MIN_TOKENS = 32
 # Elements of the mask of tokens that attend at once, whose memory they bound.
 MASK_ELEMENTS = 1 << 24
 # Before anything was measured, a block has this share of the most.
@@ -87,20 +87,20 @@ class BlendSteps(AttentionBackend):
         layers: Layers,
         num_layers: int,
         forward_stream: Any,
-        most_tokens: int,
-        most_seconds: Callable[[int], float | None],
+        max_tokens: int,
+        max_seconds: Callable[[int], float | None],
     ) -> None:
         """`layers` are the pools of SGLang's `model`, without waiting for any; `pool` is SGLang's,
         for whatever asks the backend for it.
 
         `forward_stream`: on which passes run; None without an accelerator. A block has at most
-        `most_tokens`; `most_seconds` returns how long it may take behind so many tokens, if known.
+        `max_tokens`; `max_seconds` returns how long it may take behind so many tokens, if known.
         """
         self.token_to_kv_pool = pool
         self._model, self._layers, self._num_layers = model, layers, num_layers
-        self._stream, self._most_seconds = forward_stream, most_seconds
-        self._most = most = min(most_tokens, BLOCK_TOKENS)
-        self.block_tokens = max(int(FIRST_SHARE * most), min(LEAST_TOKENS, most))
+        self._stream, self._max_seconds = forward_stream, max_seconds
+        self._max_block = max_block = min(max_tokens, BLOCK_TOKENS)
+        self.block_tokens = max(int(FIRST_SHARE * max_block), min(MIN_TOKENS, max_block))
         """How many tokens a block has, so that it takes no longer than a chunk of prefill."""
 
     def step(self, job: BlendJob) -> bool:
@@ -112,17 +112,17 @@ class BlendSteps(AttentionBackend):
             seconds = time.perf_counter() - began - waiting
             job.spent += seconds
             job.position = int(rows[-1]) + 1
-            self.note_block(len(rows), seconds, self._most_seconds(job.position))
+            self.note_block(len(rows), seconds, self._max_seconds(job.position))
             rows = self._next_rows(job)
         return not len(rows)
 
-    def note_block(self, tokens: int, seconds: float, most_seconds: float | None) -> None:
+    def note_block(self, tokens: int, seconds: float, max_seconds: float | None) -> None:
         """Note that a block took `seconds`, and how long it may take, if that is known."""
-        if most_seconds is not None and seconds > most_seconds:
-            fewer = int(min(tokens, self.block_tokens) * most_seconds / seconds)
-            self.block_tokens = max(fewer, min(LEAST_TOKENS, self._most))
-        elif tokens >= self.block_tokens and (most_seconds is None or 2 * seconds <= most_seconds):
-            self.block_tokens = min(2 * self.block_tokens, self._most)
+        if max_seconds is not None and seconds > max_seconds:
+            fewer = int(min(tokens, self.block_tokens) * max_seconds / seconds)
+            self.block_tokens = max(fewer, min(MIN_TOKENS, self._max_block))
+        elif tokens >= self.block_tokens and (max_seconds is None or 2 * seconds <= max_seconds):
+            self.block_tokens = min(2 * self.block_tokens, self._max_block)
 
     def _next_rows(self, job: BlendJob) -> Indices:
         """Positions of the next tokens that are computed, those of a block."""
@@ -224,15 +224,15 @@ def attention_at(
     heads = keys.shape[1]
     columns = torch.arange(len(keys), device=keys.device)
     tile = max(MASK_ELEMENTS * heads // (queries.shape[1] * len(keys)), 1)
-    own_keys, own_values = (own.to(queries.dtype).transpose(0, 1)[None] for own in (keys, values))
-    found = []
+    own_keys, own_values = (kv.to(queries.dtype).transpose(0, 1)[None] for kv in (keys, values))
+    outputs = []
     for part, places in zip(queries.split(tile), positions.split(tile), strict=True):
         # Query heads of one key head are next to each other: here they are further rows of it.
         rows = part.unflatten(1, (heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
         mask = (columns <= places[:, None]).repeat(part.shape[1] // heads, 1)
-        own = scaled_dot_product_attention(rows[None], own_keys, own_values, mask, scale=scaling)
-        found.append(own[0].unflatten(1, (-1, len(part))).permute(2, 0, 1, 3).flatten(1, 2))
-    return torch.cat(found)
+        output = scaled_dot_product_attention(rows[None], own_keys, own_values, mask, scale=scaling)
+        outputs.append(output[0].unflatten(1, (-1, len(part))).permute(2, 0, 1, 3).flatten(1, 2))
+    return torch.cat(outputs)
 
 
 def block_batch(token_ids: Tensor, start: int) -> ForwardBatch:

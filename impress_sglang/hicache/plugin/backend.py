@@ -123,8 +123,8 @@ class _Pool:
     def keys(self, hashes: Sequence[str]) -> list[bytes]:
         """Of pages that have this form."""
         return [
-            hashlib.blake2b(own.encode() + self._salt, digest_size=KEY_BYTES).digest()
-            for own in hashes
+            hashlib.blake2b(digest.encode() + self._salt, digest_size=KEY_BYTES).digest()
+            for digest in hashes
         ]
 
 
@@ -147,18 +147,19 @@ class ImpressStorage(HiCacheStorage):
                 "the extra config of HiCache needs ssd_dir, ssd_gb and interface_v1: `impress "
                 "hicache-config` prints it"
             )
-        own = {name: value for name, value in extra.items() if name in _OPTIONS}
-        self._options = ImpressConfig.from_options(own)
-        self._told = storage_config
+        self._options = ImpressConfig.from_options(
+            {name: value for name, value in extra.items() if name in _OPTIONS}
+        )
+        self._storage_config = storage_config
         self.pools: dict[str, _Pool] = {}
         self._stats = StorageMetrics()
-        if _noted is None:
+        if _guard is None:
             raise UnsupportedError(
                 "HiCache tells no weights, so its pages need the plugin of IMPRESS: start the "
                 "server with --hicache-storage-backend dynamic, and with impress in "
                 "SGLANG_PLUGINS if that is set"
             )
-        self._weights = _noted
+        self._weights = _guard
         options = resolved_view(self._weights.context.server_args)
         check_values(options)
         why = "stores no pages of HiCache with that"
@@ -171,7 +172,7 @@ class ImpressStorage(HiCacheStorage):
     def open_pages(self, identity: str) -> PageStore:
         """The pages of the weights of an identity."""
         # The ranks of a model with MLA have the same pages, which the first of them writes.
-        rank = 0 if self._told.is_mla_model else self._told.tp_rank
+        rank = 0 if self._storage_config.is_mla_model else self._storage_config.tp_rank
         name = f"{_FORMAT} {identity[:-4]} {rank}"
         return PageStore(
             self._options.ssd_path,
@@ -188,8 +189,8 @@ class ImpressStorage(HiCacheStorage):
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         # States of Mamba differ between ranks whose latent KVs are the same.
-        alike = self._told.is_mla_model and host_pool_name != PoolName.MAMBA
-        rank = "" if alike else f"{self._told.tp_rank}/{self._told.tp_size}"
+        alike = self._storage_config.is_mla_model and host_pool_name != PoolName.MAMBA
+        rank = "" if alike else f"{self._storage_config.tp_rank}/{self._storage_config.tp_size}"
         bits = self._bits if host_pool_name == PoolName.KV else None
         self.pools[host_pool_name] = _Pool(host_pool, host_pool_name, rank, bits)
 
@@ -251,34 +252,34 @@ class ImpressStorage(HiCacheStorage):
         self._weights.detach()
 
     def _get(self, name: str, hashes: list[str], host_indices: Tensor | None) -> list[bool]:
-        own = self.pools[name]
-        put = own.pool.set_from_flat_data_page
+        pool = self.pools[name]
+        put = pool.pool.set_from_flat_data_page
         return self._moved(
-            own,
+            pool,
             hashes,
             host_indices,
             "prefetch",
             lambda pages, keys, starts: pages.get(
-                keys, lambda place, content: put(starts[place], own.decode(content))
+                keys, lambda place, content: put(starts[place], pool.decode(content))
             ),
         )
 
     def _set(self, name: str, hashes: list[str], host_indices: Tensor | None) -> list[bool]:
-        own = self.pools[name]
-        page_at = own.pool.get_data_page
+        pool = self.pools[name]
+        page_at = pool.pool.get_data_page
         return self._moved(
-            own,
+            pool,
             hashes,
             host_indices,
             "backup",
             lambda pages, keys, starts: pages.set(
-                keys, lambda place: own.encode(page_at(starts[place]))
+                keys, lambda place: pool.encode(page_at(starts[place]))
             ),
         )
 
     def _moved(
         self,
-        own: _Pool,
+        pool: _Pool,
         hashes: list[str],
         host_indices: Tensor | None,
         kind: str,
@@ -288,20 +289,20 @@ class ImpressStorage(HiCacheStorage):
 
         SGLang's metrics of this `kind` are told how many, at how many GB/s.
         """
-        pages, size = self._weights.pages, own.pool.page_size
+        pages, size = self._weights.pages, pool.pool.page_size
         if pages is None or host_indices is None or host_indices.numel() != len(hashes) * size:
             return [False] * len(hashes)
         began = time.perf_counter()
-        found = move(pages, own.keys(hashes), host_indices[::size].tolist())
-        if self._told.enable_storage_metrics:
-            seconds, count = time.perf_counter() - began, sum(found)
+        moved = move(pages, pool.keys(hashes), host_indices[::size].tolist())
+        if self._storage_config.enable_storage_metrics:
+            seconds, count = time.perf_counter() - began, sum(moved)
             getattr(self._stats, f"{kind}_pgs").append(count)
-            rate = count * own.page_bytes / seconds / 1e9
+            rate = count * pool.page_bytes / seconds / 1e9
             getattr(self._stats, f"{kind}_bandwidth").append(rate)
-        return found
+        return moved
 
 
-_noted: Weights | None = None
+_guard: Weights | None = None
 
 
 class Weights:
@@ -391,12 +392,12 @@ class Weights:
         allocator = self._scheduler.token_to_kv_pool_allocator
         pools = {} if self._backend is None else self._backend.pools
         return allocator.available_size() == allocator.size and all(
-            own.pool.available_size() == own.pool.logical_size for own in pools.values()
+            pool.pool.available_size() == pool.pool.logical_size for pool in pools.values()
         )
 
 
-def note(scheduler: Any) -> Weights:
+def remember_scheduler(scheduler: Any) -> Weights:
     """Note the scheduler of this process, before it builds HiCache."""
-    global _noted
-    _noted = Weights(scheduler)
-    return _noted
+    global _guard
+    _guard = Weights(scheduler)
+    return _guard

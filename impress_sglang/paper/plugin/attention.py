@@ -44,7 +44,7 @@ class PrefixAttention(AttentionBackend):
         rids = list[Any](forward_batch.rids or ())
         rids += [None] * (len(forward_batch.seq_lens) - len(rids))
         requests = [self._live.get(rid) for rid in rids]
-        self._starts = [0 if own is None else own.start for own in requests]
+        self._starts = [0 if request is None else request.start for request in requests]
         self._loading = []
         if forward_batch.forward_mode.is_extend():
             stop = 0
@@ -124,8 +124,8 @@ class ImpressTorchNativeBackend(PrefixAttention, TorchNativeAttnBackend):
     def _run_sdpa_forward_decode(self, *where: Any, **named: Any) -> Tensor:
         # An extend of each row by one token that sees all of it.
         *tensors, lengths, encoder_lens = where
-        one, named["causal"] = torch.ones_like(lengths), True
-        tensors += [lengths, lengths - one, one, encoder_lens]
+        ones, named["causal"] = torch.ones_like(lengths), True
+        tensors += [lengths, lengths - ones, ones, encoder_lens]
         return extend_rows(self._starts, *tensors, **named)
 
 
@@ -200,12 +200,12 @@ def adopt_backend(
     `live` are requests by id, now and later; `pool`: SGLang's KV pool. `fail` is told the id of one
     whose prefix cannot be loaded.
     """
-    own = ADOPTED.get(type(backend))
-    if own is None:
+    adopted = ADOPTED.get(type(backend))
+    if adopted is None:
         raise UnsupportedError(
             f"IMPRESS does not know how {type(backend).__name__} attends; "
             f"use --attention-backend {', '.join(BACKENDS)}"
         )
-    backend.__class__ = own
+    backend.__class__ = adopted
     backend._live, backend._pool, backend._fail = live, pool, fail
     backend._starts, backend._loading = [], []

@@ -35,13 +35,13 @@ def choose_attention(server_args: Any) -> None:
         server_args.decode_attention_backend,
     )
     view = resolved_view(server_args)
-    default, usual = DEFAULT_ATTENTION.get(view.device), view.attention_backend
+    default, chosen = DEFAULT_ATTENTION.get(view.device), view.attention_backend
     if asked != (None, None, None) or default is None:
         return
-    if usual is None:
+    if chosen is None:
         is_mla = use_mla_backend(server_args)
-        usual = get_default_attn_backend(server_args, is_mla, model_config_of(server_args))
-    if usual not in BACKENDS:
+        chosen = get_default_attn_backend(server_args, is_mla, model_config_of(server_args))
+    if chosen not in BACKENDS:
         declare_resolution(server_args, CHOSEN_BY, attention_backend=default)
 
 
@@ -75,9 +75,9 @@ def check_parts(config: ImpressConfig, options: Any) -> None:
 
     That is behind their zeros. It raises `UnsupportedError`, with one sentence.
     """
-    refusal, usual = None, options.attention_backend
-    prefill = options.prefill_attention_backend or usual
-    decode = options.decode_attention_backend or usual
+    refusal, common = None, options.attention_backend
+    prefill = options.prefill_attention_backend or common
+    decode = options.decode_attention_backend or common
     if options.speculative_algorithm is not None:
         refusal = f"passes without drafts, and this server has {options.speculative_algorithm}"
     elif options.page_size not in (None, 1):

@@ -107,21 +107,21 @@ class PartCache(ServedCache):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """Match the resident prefix, extended by a stored one where that is longer."""
         resident, req = super().match_prefix(params), params.req
-        known = None if req is None else self._known.get(req.rid)
-        if req is None or known is None:
+        tracked = None if req is None else self._tracked.get(req.rid)
+        if req is None or tracked is None:
             return resident
         self._plans.pop(req.rid, None)
-        refused = known.declined or known.report["not_served"] is not None
+        refused = tracked.load_failed or tracked.report["not_served"] is not None
         # The tokens are copied only if the prompt may be found.
         if refused or not self.planner.looks_for(len(params.key)):
             return resident
         tokens = as_tokens(params.key.raw_token_ids())
-        match = self.planner.match(known.namespace, tokens, EXACT)
+        match = self.planner.match(tracked.namespace, tokens, EXACT)
         start = resident.device_prefix_len
-        plan = self.service.plan(match, start, len(tokens) + 1, known.wanted)
+        plan = self.service.plan(match, start, len(tokens) + 1, tracked.options)
         if plan is None:
             return resident
-        known.report.update(estimate_fields(plan.estimate, loads=plan.loads))
+        tracked.report.update(estimate_fields(plan.estimate, loads=plan.loads))
         if not plan.loads:
             return resident
         self._plans[req.rid] = plan
@@ -134,10 +134,10 @@ class PartCache(ServedCache):
         """
         req = params.req
         assert req is not None
-        known, plan, store = self._known[req.rid], self._plans.pop(req.rid), self.service.parts
+        tracked, plan, store = self._tracked[req.rid], self._plans.pop(req.rid), self.service.parts
         stored, k = plan.stop - plan.start, plan.k
         # Else it does without.
-        known.declined = True
+        tracked.load_failed = True
         try:
             source = store.open_part(plan.match, plan.start, plan.stop, whole=k == stored)
         except PrefixUnreadable as error:
@@ -149,15 +149,15 @@ class PartCache(ServedCache):
             store.close_source(source)
             return None
         store.ahead.join(source)
-        known.declined = False
+        tracked.load_failed = False
         parts = {"resident": plan.start, "loaded": k, "unused": stored - k}
-        known.report.update(
+        tracked.report.update(
             path="ssd",
             prefix_tokens=plan.stop,
             used_tokens=plan.start + k,
             stored_tokens=stored,
             loaded_tokens=k,
-            tokens=split_again(known.report, **parts),
+            tokens=split_again(tracked.report, **parts),
         )
         self.live[req.rid] = StoredRequest(
             self.service.shape,
@@ -167,7 +167,7 @@ class PartCache(ServedCache):
             stored,
             store,
             source,
-            known.report,
+            tracked.report,
         )
         assert k == params.host_hit_length
         req.storage_hit_start, req.storage_hit_length = plan.start, stored
@@ -178,9 +178,9 @@ class PartCache(ServedCache):
     ) -> None:
         """See `ServedCache.finish_storage_prefetch_admission`."""
         super().finish_storage_prefetch_admission(request, fulfilled_tokens, reason)
-        live, known = self.live.get(request.rid), self._known.get(request.rid)
-        if known is not None:
-            known.report["approximate"] = live is not None and live.start > 0
+        live, tracked = self.live.get(request.rid), self._tracked.get(request.rid)
+        if tracked is not None:
+            tracked.report["approximate"] = live is not None and live.start > 0
 
     def prefix_device_indices(self, req: Any) -> Tensor:
         """The row of a request's prefix: zeros, resident slots, slots of the stored prefix."""
@@ -195,9 +195,9 @@ class PartCache(ServedCache):
 
         SGLang does the same where an external cache could not load.
         """
-        known = self._known[rid]
-        known.report["why"], known.disturbed = say(Reason.DAMAGED), True
-        known.req.discard_output_reason = FINISH_ABORT("its prefix cannot be loaded; ask again")
+        tracked = self._tracked[rid]
+        tracked.report["why"], tracked.timing_invalid = say(Reason.DAMAGED), True
+        tracked.req.discard_output_reason = FINISH_ABORT("its prefix cannot be loaded; ask again")
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """Insert what is exact into SGLang's tree, and offer what is new to the store."""
@@ -234,24 +234,24 @@ class PartCache(ServedCache):
             self.service.opened.ahead.top_up()
         self.service.tell_metrics()
 
-    def _forget(self, known: Known) -> None:
+    def _forget(self, tracked: Known) -> None:
         """Count a request that has ended, and learn what it took."""
-        report, times = known.report, known.req.time_stats
+        report, times = tracked.report, tracked.req.time_stats
         prefill = max(times.prefill_finished_time - times.forward_entry_time, 0.0)
-        known.gated = min((report["load_ms"] + report["probe_ms"]) / 1e3, prefill)
-        super()._forget(known)
-        new = len(known.req.origin_input_ids) - report["prefix_tokens"]
+        tracked.layer_wait_seconds = min((report["load_ms"] + report["probe_ms"]) / 1e3, prefill)
+        super()._forget(tracked)
+        new = len(tracked.req.origin_input_ids) - report["prefix_tokens"]
         loaded = report["loaded_tokens"]
-        odd = known.disturbed or known.req.retraction_count
-        if loaded and new > 0 and prefill > known.gated and not odd:
+        odd = tracked.timing_invalid or tracked.req.retraction_count
+        if loaded and new > 0 and prefill > tracked.layer_wait_seconds and not odd:
             work = RequestLengths(report["resident_tokens"], report["stored_tokens"], new)
-            took = known.gated - report["wait_ms"] / 1e3
-            self.service.loading.note(work, took, whole=loaded == work.stored)
+            took = tracked.layer_wait_seconds - report["wait_ms"] / 1e3
+            self.service.loading.observe(work, took, whole=loaded == work.stored)
 
     # Room, and the whole cache.
 
     def _private(self) -> tuple[int, int]:
-        return sum(own.k for own in self.live.values() if not own.adopted), 0
+        return sum(request.k for request in self.live.values() if not request.adopted), 0
 
     def _describe_pool(self) -> dict[str, int]:
         return super()._describe_pool() | {"private_tokens": self._private()[0]}

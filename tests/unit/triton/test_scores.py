@@ -182,8 +182,8 @@ def test_blocks_of_queries_do_not_change_the_sums(
     monkeypatch: pytest.MonkeyPatch, block: int, c: int, weights: int
 ) -> None:
     """More new tokens than one block: causality must hold across the cuts."""
-    monkeypatch.setattr(reference, "LEAST_QUERIES", block)
-    monkeypatch.setattr(reference, "MOST_WEIGHTS", weights)
+    monkeypatch.setattr(reference, "MIN_QUERIES", block)
+    monkeypatch.setattr(reference, "MAX_WEIGHTS", weights)
     Request("cpu", 17, 21, c, 4, 2, 16, SINGLE).check("torch")
 
 
