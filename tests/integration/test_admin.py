@@ -153,7 +153,7 @@ def test_what_another_rank_cannot_pin_is_not_pinned(
     world.store_prompt()
     # Its store is open, but it has not stored that.
     votes = iter([True, False])
-    monkeypatch.setattr(world.cache.ranks, "all", lambda own: own and next(votes))
+    monkeypatch.setattr(world.cache.ranks, "all", lambda mine: mine and next(votes))
     assert "another rank cannot pin it" in world.told("pin", STORED)["error"]
     assert world.service.summary()["pins"] == {"prefixes": 0, "bytes": 0}
 
@@ -204,7 +204,7 @@ def test_a_request_says_how_long_it_is_stored(world: World) -> None:
     for number, ttl in enumerate((3600, 0)):
         wanted = {"ttl": ttl} if ttl else {}
         world.stored_after(f"r{number}", 2000, prompt=(STORED, OTHER)[number], **wanted)
-    ends = sorted(own.info.expires for own in world.service.store.tree.segments())
+    ends = sorted(segment.info.expires for segment in world.service.store.tree.segments())
     assert ends[0] == 0 and 0 < ends[1] - time.time() <= 3601
 
 
@@ -215,7 +215,7 @@ def test_a_request_says_before_what_it_goes(world: World, wish: str) -> None:
     (path,) = Path(world.service.config.ssd_path).glob("*/segments/*/*")
     assert read_header(path, FileSystem()).info.priority is Priority[wish.upper()]
     rows = world.told("overview", after=0, below=None)["segments"]
-    assert [own["priority"] for own in rows] == [wish]
+    assert [row["priority"] for row in rows] == [wish]
 
 
 def test_a_fault_of_ours_is_none_of_the_caller(
@@ -253,13 +253,13 @@ def test_each_purge_is_seen_through_before_the_next_one_begins(
 
     async def all_of_them() -> list[Any]:
         orders = [{"extra_key": f"tenant {number}"} for number in range(12)]
-        return await asyncio.gather(*(carry_out("purge", own) for own in orders))
+        return await asyncio.gather(*(carry_out("purge", order) for order in orders))
 
     monkeypatch.setattr(routes, "tokenizer_manager", manager_of)
     monkeypatch.setattr(routes, "send", send)
     monkeypatch.setattr(routes, "PAUSE_S", 0.0)
     answers = asyncio.run(asyncio.wait_for(all_of_them(), 60))
-    assert all(own["pool_tokens"] == 9 and own["writes"] == 0 for own in answers)
+    assert all(answer["pool_tokens"] == 9 and answer["writes"] == 0 for answer in answers)
     assert len(set(names)) == 12 and len(names) > 24, "each has a name, and goes in steps"
     assert names == sorted(names, key=names.index)
 

@@ -53,8 +53,8 @@ class Row:
 class Loading(StoredRequest):
     """A request whose layers get random KVs, or fail, when not all is in its place."""
 
-    def __init__(self, world: World, rid: str, *own: Any) -> None:
-        super().__init__(*own)
+    def __init__(self, world: World, rid: str, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.world, self.rid = world, rid
         self.queries: torch.Size | None = None
 
@@ -104,21 +104,21 @@ class World:
     def row(self, known: int, prefix: tuple[int, int] = (0, 0)) -> Row:
         """After m - k zeros `known` resident tokens, and then k tokens of a stored prefix of m."""
         (index,), (k, m) = self.table.alloc_rows(1), prefix
-        resident, own = ([*itertools.islice(self.free, count)] for count in (known, k))
-        row = Row(index, f"request-{index}", m - k, [*resident, *own])
+        resident, loaded = ([*itertools.islice(self.free, count)] for count in (known, k))
+        row = Row(index, f"request-{index}", m - k, [*resident, *loaded])
         if m:
             source: Any = SimpleNamespace(
                 rid=row.rid, num_layers=99, stats=ReadStats(), end_layer=lambda layer: None
             )
-            slots, report = map(torch.tensor, (resident, own)), new_report("impress", known, m)
+            slots, report = map(torch.tensor, (resident, loaded)), new_report("impress", known, m)
             rest = self.store, source, report
             self.live[row.rid] = Loading(self, row.rid, SHAPE, 0.6, *slots, m, *rest)
         self._write(row, 0, [0] * row.zeros + row.slots)
         return row
 
     def _write(self, row: Row, start: int, slots: Sequence[int]) -> None:
-        own = torch.tensor(slots, dtype=torch.int32)
-        self.table.req_to_token[row.index, start : start + len(slots)] = own
+        indices = torch.tensor(slots, dtype=torch.int32)
+        self.table.req_to_token[row.index, start : start + len(slots)] = indices
 
     def run(self, mode: ForwardMode, *rows: tuple[Row, int]) -> Any:
         """A whole pass that extends rows by some tokens each, compared with attention over the
@@ -240,7 +240,7 @@ def test_only_the_request_fails_and_brings_no_nan_into_the_pass(
     """Whose prefix cannot be loaded; it goes through the pass, and others are served."""
     broken, intact = (world.row(0, prefix=(40, 50)) for _ in range(2))
     world.fails[broken.rid] = layer, error
-    request, other = (world.live[own.rid] for own in (broken, intact))
+    request, other = (world.live[row.rid] for row in (broken, intact))
     world.extend((broken, 1), (intact, 1))
     assert request.failed and not request.loading and request.layers_loaded == LAYERS
     assert not other.failed and other.layers_loaded == LAYERS

@@ -56,14 +56,14 @@ def blend(
     model, pool = Model(SHAPE), Pool(SHAPE, 400)
     generator = torch.Generator().manual_seed(9)
     row = torch.randperm(399, generator=generator)[: len(tokens)] + 1
-    own = np.asarray(kinds, np.uint8)
-    there = resident + np.flatnonzero(own != Kind.COMPUTED)
+    kind_array = np.asarray(kinds, np.uint8)
+    there = resident + np.flatnonzero(kind_array != Kind.COMPUTED)
     for layer, (keys, values) in enumerate(model.kvs(tokens)):
         pool.keys[layer][row[:resident]] = keys[:resident]
         pool.values[layer][row[:resident]] = values[:resident]
         pool.keys[layer][row[there]] = stored[layer][0][there]
         pool.values[layer][row[there]] = stored[layer][1][there]
-    job: Any = Job(tokens, row, own, share, resident)
+    job: Any = Job(tokens, row, kind_array, share, resident)
     steps = BlendSteps(
         model,
         pool,
@@ -88,9 +88,9 @@ def stored_behind_others(tokens: Tensor, start: int) -> KVs:
 
 def error(found: KVs, expected: KVs, start: int, layers: slice = slice(None)) -> float:
     return max(
-        float((own - other)[start:].abs().max())
+        float((kv - other)[start:].abs().max())
         for pair in zip(found[layers], expected[layers], strict=True)
-        for own, other in zip(*pair, strict=True)
+        for kv, other in zip(*pair, strict=True)
     )
 
 
@@ -131,18 +131,18 @@ def test_reuse_as_is_runs_no_model() -> None:
 
 def test_blocks_take_no_longer_than_a_chunk() -> None:
     nothing: Any = None
-    steps = [BlendSteps(*5 * [nothing], most, nothing) for most in (2048, 16)]
-    assert [own.block_tokens for own in steps] == [512, 16]
-    for tokens, seconds, most, expected in (
+    steps = [BlendSteps(*5 * [nothing], limit, nothing) for limit in (2048, 16)]
+    assert [step.block_tokens for step in steps] == [512, 16]
+    for tokens, seconds, limit, expected in (
         (512, 0.1, None, 1024),
         (1024, 0.1, 0.5, 2048),
         (2048, 0.1, 0.5, 2048),
         (2048, 1.0, 0.5, 1024),
         (1024, 0.4, 0.5, 1024),  # it fits, but not twice as much
         (10, 0.1, 0.5, 1024),  # so few tokens say nothing
-        *((own, 1.0, 0.1, max(own // 10, 32)) for own in (1024, 102, 32)),
+        *((tokens, 1.0, 0.1, max(tokens // 10, 32)) for tokens in (1024, 102, 32)),
     ):
-        steps[0].note_block(tokens, seconds, most)
+        steps[0].note_block(tokens, seconds, limit)
         assert steps[0].block_tokens == expected
 
 
@@ -168,7 +168,7 @@ def by_hand(tokens: Tensor, stored: KVs, kinds: np.ndarray, share: float) -> KVs
     hidden, positions = model.embedding[tokens], torch.arange(len(tokens))
     reused = torch.from_numpy(kinds == Kind.REUSED)
     computed = torch.from_numpy(kinds != Kind.KEPT)
-    for layer, own in enumerate(model.projections):
+    for layer, weights in enumerate(model.projections):
         q, k, v = model.projected(hidden, positions, layer)
         mask = computed[:, None, None]
         keys = torch.where(mask, k, stored[layer][0])
@@ -181,7 +181,7 @@ def by_hand(tokens: Tensor, stored: KVs, kinds: np.ndarray, share: float) -> KVs
             computed = computed & ~reused
             computed[deviation.topk(count).indices] = True
         output = rectangular_attention(q, keys, values, scaling=SCALING, causal=True)
-        hidden = hidden + output.flatten(1) @ own[3]
+        hidden = hidden + output.flatten(1) @ weights[3]
     return found
 
 
@@ -240,8 +240,8 @@ CANNOT: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "another rotation": (lambda: llama_with(AnotherRotary), "AnotherRotary"),
     # Rows that are added to their tables have other factors than the first ones.
     **{
-        own.__name__: (lambda own=own: llama_with(own, 2.0), own.__name__)
-        for own in (DynamicNTKScalingRotaryEmbedding, DynamicNTKAlphaRotaryEmbedding)
+        rotary.__name__: (lambda rotary=rotary: llama_with(rotary, 2.0), rotary.__name__)
+        for rotary in (DynamicNTKScalingRotaryEmbedding, DynamicNTKAlphaRotaryEmbedding)
     },
 }
 

@@ -49,10 +49,10 @@ from tests.unit.kv_factory import make_shape
 def options(**changed: Any) -> Any:
     """SGLang's, at their defaults but for some."""
     usual: dict[str, Any] = {"device": "cpu"}
-    for own in msgspec.structs.fields(ServerArgs):
-        if own.name not in usual:
-            made = own.default_factory is not msgspec.NODEFAULT
-            usual[own.name] = own.default_factory() if made else own.default
+    for field in msgspec.structs.fields(ServerArgs):
+        if field.name not in usual:
+            made = field.default_factory is not msgspec.NODEFAULT
+            usual[field.name] = field.default_factory() if made else field.default
     return SimpleNamespace(**(usual | changed))
 
 
@@ -174,7 +174,7 @@ def test_blended_models_have_keys_for_attention_of_prefill(module: Any) -> None:
     """Else text could not be blended: some paths write keys to the pool and pass none on."""
     tree = ast.parse(inspect.getsource(module))
     entries = module.EntryClass if isinstance(module.EntryClass, list) else [module.EntryClass]
-    assert {own.__name__ for own in entries} & BLENDED
+    assert {entry.__name__ for entry in entries} & BLENDED
     without = {
         function.name
         for function in ast.walk(tree)
@@ -183,7 +183,7 @@ def test_blended_models_have_keys_for_attention_of_prefill(module: Any) -> None:
         if isinstance(node, ast.Return)
         and isinstance(node.value, ast.Tuple)
         and ast.unparse(node.value.elts[0]) == "q"
-        and any(ast.unparse(own) == "None" for own in node.value.elts)
+        and any(ast.unparse(element) == "None" for element in node.value.elts)
     }
     # On ROCm, and while decoding only.
     assert all(name.startswith("forward_prepare_aiter_fused") for name in without)
@@ -226,10 +226,10 @@ def make_pool(**changed: Any) -> MHATokenToKVPool:
 
 
 def test_media_without_tokens_of_their_own() -> None:
-    own = runner(Layers())
-    own.model_config.is_multimodal = True
+    media_runner = runner(Layers())
+    media_runner.model_config.is_multimodal = True
     with pytest.raises(UnsupportedError, match="media from text"):
-        check_layers(own)
+        check_layers(media_runner)
 
 
 def test_plain_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,10 +323,10 @@ def test_kvs_that_are_not_coded(dtype: torch.dtype, dim: int, why: str) -> None:
 
 def test_dtypes_and_scales_of_kvs_are_part_of_the_identity() -> None:
     """And where there are scales, the backends: they differ in whether they divide by them."""
-    for own in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float32):
-        pool = MHATokenToKVPool(64, 1, own, 2, 16, 2, "cpu", enable_memory_saver=False)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float32):
+        pool = MHATokenToKVPool(64, 1, dtype, 2, 16, 2, "cpu", enable_memory_saver=False)
         usual = _scaling(runner(Layers(), pool))
-        assert usual.get("kv_dtype", "torch.float32") == str(own)
+        assert usual.get("kv_dtype", "torch.float32") == str(dtype)
         model = Layers()
         model.layers[1].v_scale = 0.5
         found = [usual]
@@ -345,8 +345,8 @@ def test_dtypes_and_scales_of_kvs_are_part_of_the_identity() -> None:
 def test_several_ranks_are_refused_what_one_would_decide(name: str, value: object) -> None:
     """And may have adapters and drafts, also with a basis."""
     config = ImpressConfig(**{name: value})
-    for own in ({"enable_lora": True}, {"lora_paths": ["a"]}, {"speculative_algorithm": "EAGLE"}):
-        check_options(config if name == "basis" else ImpressConfig(), options(tp_size=2, **own))
+    for flags in ({"enable_lora": True}, {"lora_paths": ["a"]}, {"speculative_algorithm": "EAGLE"}):
+        check_options(config if name == "basis" else ImpressConfig(), options(tp_size=2, **flags))
     check_options(config, options(tp_size=1, pp_size=1))
     for size in ("tp_size", "pp_size"):
         check_options(ImpressConfig(), options(**{size: 2}))
@@ -360,27 +360,27 @@ def test_several_ranks_are_refused_what_one_would_decide(name: str, value: objec
 
 
 @pytest.mark.parametrize(
-    ("own", "others", "words"),
+    ("flags", "others", "words"),
     [
         ({"disaggregation_mode": "prefill"}, ({"policy": "paper"}, {"blend": 0.15}), "no KVs to"),
         ({"speculative_algorithm": "EAGLE"}, ({"blend": 0.15},), "without drafts"),
     ],
 )
 def test_what_has_whole_prefixes_of_one_model(
-    own: dict[str, Any], others: Sequence[dict[str, Any]], words: str
+    flags: dict[str, Any], others: Sequence[dict[str, Any]], words: str
 ) -> None:
     """Servers that prefill for others, and those that draft."""
-    check_options(ImpressConfig(), options(**own))
+    check_options(ImpressConfig(), options(**flags))
     for other in others:
         with pytest.raises(UnsupportedError, match=words):
-            check_options(ImpressConfig(**other), options(**own))
+            check_options(ImpressConfig(**other), options(**flags))
 
 
 def adapter(seed: int, scaling: float = 2.0) -> Any:
     generator = torch.Generator().manual_seed(seed)
     weights = {"k_proj.lora_A.weight": torch.randn(4, 8, generator=generator)}
-    own = {"layers": [SimpleNamespace(weights=weights)], "scaling": scaling}
-    return SimpleNamespace(**own, embedding_layers={}, added_tokens_embeddings={})
+    fields = {"layers": [SimpleNamespace(weights=weights)], "scaling": scaling}
+    return SimpleNamespace(**fields, embedding_layers={}, added_tokens_embeddings={})
 
 
 def test_namespaces_of_adapters() -> None:
@@ -395,8 +395,10 @@ def test_namespaces_of_adapters() -> None:
 
     assert namespace("id", None) == namespace("same", None)
     assert namespace("id", "alice", "salt") == namespace("same", "alice", "salt")
-    own = (*loras, None)
-    asked = [(name, key, salt) for name in own for key in (None, "alice") for salt in (None, "s")]
+    adapters = (*loras, None)
+    asked = [
+        (name, key, salt) for name in adapters for key in (None, "alice") for salt in (None, "s")
+    ]
     assert len({namespace(*one) for one in asked}) == len(asked) - 4
     assert namespace(None, "alice") == namespace_text("alice", None)
     loras["id"] = adapter(3)
@@ -426,10 +428,10 @@ def test_other_pools_are_part_of_the_identity(monkeypatch: pytest.MonkeyPatch) -
     for context.params in reversed(stages):
         # Also if all layers were alike.
         found.insert(0, factory.identity_of(context, make_shape()))
-    for own in (drafting(2), drafting(3), drafting(3, rope_theta=1)):
-        worker_of = SimpleNamespace(_draft_model_runners=lambda own=own: [own])
+    for draft in (drafting(2), drafting(3), drafting(3, rope_theta=1)):
+        worker_of = SimpleNamespace(_draft_model_runners=lambda draft=draft: [draft])
         _after_draft_worker(None, SimpleNamespace(tp_worker=worker, draft_worker=worker_of))
-        assert draft_runners(worker) == (own,)
+        assert draft_runners(worker) == (draft,)
         found.append(factory.identity_of(context, make_shape(), draft_runners(worker)))
     assert len(set(found)) == len(found)
     _after_draft_worker(None, SimpleNamespace(tp_worker=worker, draft_worker=None))

@@ -83,13 +83,13 @@ def page_of(pool: Any, page: int) -> torch.Tensor:
 @pytest.fixture
 def weights(monkeypatch: pytest.MonkeyPatch) -> Weights:
     """Of a scheduler that is noted."""
-    own = backend_module.remember_scheduler(SimpleNamespace())
-    own.__dict__["context"] = SimpleNamespace(
+    guard = backend_module.remember_scheduler(SimpleNamespace())
+    guard.__dict__["context"] = SimpleNamespace(
         server_args=SimpleNamespace(enable_dp_attention=False)
     )
-    own.identity = "ab" * 16
-    monkeypatch.setattr(backend_module, "_guard", own)
-    return own
+    guard.identity = "ab" * 16
+    monkeypatch.setattr(backend_module, "_guard", guard)
+    return guard
 
 
 @pytest.fixture
@@ -128,8 +128,8 @@ def test_pages_of_all_layouts_come_back(make: Make, layout: str, kind: str) -> N
     assert backend.batch_get_v1([*HASHES[:2], HASHES[6], HASHES[2]], slots(9, 1, 7, 4)) == [
         *(True, True, False, True)
     ]
-    for page, own in zip((9, 1, 4), wanted, strict=True):
-        assert torch.equal(page_of(pool, page), own)
+    for page, expected in zip((9, 1, 4), wanted, strict=True):
+        assert torch.equal(page_of(pool, page), expected)
     assert torch.equal(page_of(pool, 7), untouched)
     stats = backend.get_stats()
     assert stats.backup_pgs == [3] and stats.prefetch_pgs == [3]
@@ -217,8 +217,8 @@ def test_pages_in_few_bits(make: Make, layout: str, dtype: torch.dtype) -> None:
     exact, backend = make(pool), make(pool, extra={"bits": 6})
 
     def kvs() -> torch.Tensor:
-        own = pool.kv_buffer if layout == "layer_first" else pool.kv_buffer.transpose(1, 2)
-        pages = own.float().reshape(2, LAYERS, -1, 2, 16)[:, :, :128]
+        buffer = pool.kv_buffer if layout == "layer_first" else pool.kv_buffer.transpose(1, 2)
+        pages = buffer.float().reshape(2, LAYERS, -1, 2, 16)[:, :, :128]
         return pages.unflatten(2, (2, 64)).clone()
 
     wanted = kvs()

@@ -75,9 +75,9 @@ def test_prompts_are_shown_to_who_wants_that(world: World) -> None:
 def test_a_browser_runs_what_belongs_to_the_page() -> None:
     html, policy = document()
     for kind, tag in (("style", "style"), ("script", "script")):
-        (own,) = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
-        digest = base64.b64encode(hashlib.sha256(own.encode()).digest()).decode()
-        assert f"{kind}-src 'sha256-{digest}';" in policy and len(own) > 1000
+        (source,) = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}';" in policy and len(source) > 1000
     assert policy.startswith("default-src 'none'") and "unsafe" not in policy
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", html)
     assert set(re.findall(r"https?://[\w.:]+", html)) <= {

@@ -45,7 +45,7 @@ def extends(tmp_path_factory: pytest.TempPathFactory) -> tuple[Extend, ...]:
         subprocess.run(["patch", "-p2", "--fuzz=0", "-d", site], stdin=diff, check=True)
     patched: Any = runpy.run_path(str(site / BACKEND))["TorchNativeAttnBackend"]
     both: tuple[Any, ...] = patched, TorchNativeAttnBackend
-    return tuple(own.__new__(own)._run_sdpa_forward_extend for own in both)
+    return tuple(backend.__new__(backend)._run_sdpa_forward_extend for backend in both)
 
 
 def make_batch(

@@ -52,10 +52,10 @@ def test_the_last_queries_of_wanted_prompts_are_sampled(monkeypatch: pytest.Monk
     model.extend(queries, lengths)
 
     found = sampler.take("b")
-    own = queries[8 : 8 + MEASURED_QUERIES].view(MEASURED_QUERIES, HEADS, DIM)
+    expected = queries[8 : 8 + MEASURED_QUERIES].view(MEASURED_QUERIES, HEADS, DIM)
     assert len(found) == 2
     for layer, number in numbers.items():
-        assert torch.equal(found[number], own + layer)
+        assert torch.equal(found[number], expected + layer)
     assert sampler.take("b") == sampler.take("a") == {}
     assert len(sampler.take("c")[3]) == 2
 

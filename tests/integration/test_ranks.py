@@ -40,16 +40,16 @@ class RankWorlds:
     def __init__(self, root: Path, copies: int = 1, **options: Any) -> None:
         self.reduction = Reduction(SIZE)
         ranks = [Ranks(rank, SIZE, self.reduction.begin) for rank in range(SIZE)]
-        for own in ranks:
-            own.copies = copies
+        for rank in ranks:
+            rank.copies = copies
         self.worlds = [
             TreeWorld(
-                root / f"rank{own.rank // copies}",
-                ranks=own,
+                root / f"rank{rank.rank // copies}",
+                ranks=rank,
                 blend="off",
                 **options,
             )
-            for own in ranks
+            for rank in ranks
         ]
 
     def all(self, act: Callable[[TreeWorld], _T]) -> _T:
@@ -132,7 +132,7 @@ def test_they_do_the_same_whatever_their_disks_do(ranks: RankWorlds, seed: int) 
             rid = f"r{number}.{part}"
             prompt = [*rng.choice(families)[: rng.randrange(40, 300)], *draw(rng.randrange(50), 9)]
             wanted = rng.choice([{}, {"bits": "exact"}])
-            ranks.all(lambda own, rid=rid, p=prompt, w=wanted: bool(own.request(rid, p, **w)))
+            ranks.all(lambda world, rid=rid, p=prompt, w=wanted: bool(world.request(rid, p, **w)))
         for _ in range(rng.randrange(1, 5)):
             ranks.all(TreeWorld.poll)
             ranks.all(run_ready)
@@ -160,10 +160,10 @@ def drain(ranks: RankWorlds) -> None:
 
 
 def test_saves_alone_are_seldom_agreed_on_while_a_batch_runs(ranks: RankWorlds) -> None:
-    ranks.all(lambda own: bool(own.request("r", draw(1, 200))))
+    ranks.all(lambda world: bool(world.request("r", draw(1, 200))))
     ranks.all(TreeWorld.poll)
     ranks.all(run_ready)
-    ranks.all(lambda own: own.scheduler.running_batch.reqs.append(object()))
+    ranks.all(lambda world: world.scheduler.running_batch.reqs.append(object()))
     before, passes = ranks.reduction.count, 0
 
     def is_released() -> bool:
@@ -186,11 +186,11 @@ def test_what_one_writes_for_both_is_lost_for_both(
         draw(1, 200),
         itertools.count(),
     )
-    writer, reader = (own.service.store for own in ranks.worlds)
+    writer, reader = (world.service.store for world in ranks.worlds)
 
     def loaded() -> int:
         rid = f"r{next(asked)}"
-        ranks.all(lambda own: bool(own.request(rid, prompt)))
+        ranks.all(lambda world: bool(world.request(rid, prompt)))
         drain(ranks)
         ranks.all(TreeWorld.flush)
         return int(ranks.worlds[0].service.totals["prompt_tokens"]["loaded"])
@@ -231,11 +231,11 @@ def test_without_weights_that_all_can_read_nobody_has_an_identity() -> None:
 def test_ranks_of_dp_attention_know_the_whole_model_by_its_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    own = ["a", "b"]
+    texts_by_rank = ["a", "b"]
 
     def gather(texts: list[str], text: str, group: Any) -> None:
-        assert group == "all" and text in own
-        texts[:] = own
+        assert group == "all" and text in texts_by_rank
+        texts[:] = texts_by_rank
 
     monkeypatch.setattr(distributed, "all_gather_object", gather)
     monkeypatch.setattr(distributed, "get_world_size", lambda group: {"this one": 1}[group])
@@ -247,17 +247,18 @@ def test_ranks_of_dp_attention_know_the_whole_model_by_its_start(
     # Each of two runs batches of its own, and has half of the experts.
     assert ranks_of(context).alone
     readers = [
-        identity_reader(context, ranks_of(context), lambda rank=rank: own[rank]) for rank in (0, 1)
+        identity_reader(context, ranks_of(context), lambda rank=rank: texts_by_rank[rank])
+        for rank in (0, 1)
     ]
     names = {read() for read in readers}
     assert names == {rank_identity(["a", "b"], 0)}, "they share a store"
-    own[1] = "c"
+    texts_by_rank[1] = "c"
     assert readers[0]() in names
     with pytest.raises(UnsupportedError, match="restart"):
         readers[1]()
     assert identity_reader(context, ranks_of(context), lambda: "a")() not in names
     # Of four with the same heads two run batches together: the first of them writes for both.
-    own[:], context.tp_size = ["a"] * 4, 4
+    texts_by_rank[:], context.tp_size = ["a"] * 4, 4
     for rank in range(2):
         ranks = Ranks(rank, 2, gather=lambda text: [text, text])
         ranks.copies = 2

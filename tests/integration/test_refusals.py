@@ -102,8 +102,8 @@ def test_backends_of_accelerators(
     view = resolve(llama, flag, *flags)
     assert view.attention_backend == name
     graphs, log = view.cuda_graph_config, capsys.readouterr().err
-    for phase, own in (("prefill", usual), ("decode", "full")):
-        assert getattr(graphs, phase).backend == ("disabled" if flags else own)
+    for phase, backend in (("prefill", usual), ("decode", "full")):
+        assert getattr(graphs, phase).backend == ("disabled" if flags else backend)
         assert (f"CUDA graphs of {phase} are switched off" in log) == bool(flags)
 
 

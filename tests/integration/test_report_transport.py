@@ -39,8 +39,8 @@ class Manager:
     """Stands in for SGLang's tokenizer manager, which ends a request as it is told."""
 
     def __init__(self) -> None:
-        own: Any = SimpleNamespace(obj=SimpleNamespace(), out_list=[])
-        self.rid_to_state = {"r": own}
+        state: Any = SimpleNamespace(obj=SimpleNamespace(), out_list=[])
+        self.rid_to_state = {"r": state}
 
     def end(self, message: AbortReq) -> None:
         text = message.abort_message or "usual"
@@ -52,7 +52,7 @@ class Manager:
         """The `meta_info` of an answer that ends with a message, which travels as SGLang's do."""
         state = self.rid_to_state.get(message.rid)
         message = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=AbortReq)
-        around_abort(lambda own, it: own.end(it), self, message)
+        around_abort(lambda manager, it: manager.end(it), self, message)
         return state and state.out_list[-1]["meta_info"]
 
 

@@ -79,8 +79,8 @@ HARMLESS: tuple[dict[str, Any], ...] = (
     # Where KVs are sent, which is nobody's affair but a prefilling server's.
     {"bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 0},
     *(
-        {"sampling": own}
-        for own in (
+        {"sampling": sampling}
+        for sampling in (
             {"n": 4, "temperature": 0.0, "top_k": 1, "sampling_seed": 3},
             {"regex": "a*", "stop": ["b"], "stop_token_ids": [7], "logit_bias": {"3": 1.0}},
             {"frequency_penalty": 1.0, "presence_penalty": 1.0, "repetition_penalty": 1.2},
@@ -156,8 +156,8 @@ def test_against_the_store(field: str) -> None:
     """Set later, and if SGLang makes a request with it."""
     req = request()
     setattr(req, field, AGAINST[field])
-    for own in (req, *([request(**{field: AGAINST[field]})] if field in MADE else [])):
-        assert serve_refusal(own) == field
+    for candidate in (req, *([request(**{field: AGAINST[field]})] if field in MADE else [])):
+        assert serve_refusal(candidate) == field
     assert store_refusal(req) == (None if field in STORED_ONLY else field)
 
 

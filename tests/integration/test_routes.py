@@ -33,8 +33,8 @@ def manager_of(**fields: Any) -> SimpleNamespace:
 
 def test_bodies_are_read() -> None:
     body = {"text": "abc", "extra_key": "t", "cache_salt": ""}
-    own = fields_of("pin", body, manager_of(tokenizer=Tokenizer()))
-    assert own == {"input_ids": [97, 98, 99], "extra_key": "t"}
+    fields = fields_of("pin", body, manager_of(tokenizer=Tokenizer()))
+    assert fields == {"input_ids": [97, 98, 99], "extra_key": "t"}
     manager = manager_of(tokenizer=None)
     assert fields_of("purge", {"all": True}, manager) == {"everything": True}
     assert fields_of("purge", {"extra_key": None}, manager) == {}
@@ -110,11 +110,11 @@ class Warming:
 
 @pytest.fixture
 def warming(monkeypatch: pytest.MonkeyPatch) -> Warming:
-    own = Warming()
-    manager = manager_of(tokenizer=Tokenizer(), generate_request=own.generate_request)
+    server = Warming()
+    manager = manager_of(tokenizer=Tokenizer(), generate_request=server.generate_request)
     monkeypatch.setattr(routes, "tokenizer_manager", lambda: manager)
-    monkeypatch.setattr(routes, "send", own.send)
-    return own
+    monkeypatch.setattr(routes, "send", server.send)
+    return server
 
 
 def why(reason: Reason, rest: Reason | None = None) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def test_pages_of_other_sites_neither_see_nor_order_anything(
     assert {path.split("/")[-1] for path, _ in paths} == {
         *("overview", "reorder", "check", "warm", "pin", "unpin", "purge", "why")
     }
-    foreign = [{"Origin": own} for own in ("http://evil.example", "null")]
+    foreign = [{"Origin": origin} for origin in ("http://evil.example", "null")]
     for (path, method), headers in itertools.product(sorted(paths), foreign):
         assert client.request(method, path, headers=headers).status_code == 403, path
     # An order of our own page, or of no page, is taken, and this one is wrong.
@@ -211,12 +211,12 @@ def test_pages_of_other_sites_neither_see_nor_order_anything(
 
 
 def test_replicas_answer_as_one() -> None:
-    stats = [{"store": own} for own in ({"directory": "/kv/a.1"}, {"directory": "/kv/a"}, None)]
+    stats = [{"store": store} for store in ({"directory": "/kv/a.1"}, {"directory": "/kv/a"}, None)]
     assert routes.merged("stats", stats)["replicas"] == [stats[2], stats[1], stats[0]]
-    overviews = [{"stats": own} for own in stats[:2]]
+    overviews = [{"stats": replica} for replica in stats[:2]]
     assert routes.merged("overview", overviews) is overviews[1]
     for states, told in (("ok ok", "ok"), ("ok failed", "failed"), ("failed running", "running")):
-        answers = [{"integrity": own} for own in states.split()]
+        answers = [{"integrity": state} for state in states.split()]
         assert routes.merged("check", answers) == {"integrity": told}
     steps = [{"segments": 2, "left": False}, {"segments": 1, "left": True}]
     assert routes.merged("purge", steps) == {"segments": 3, "left": True}

@@ -61,16 +61,16 @@ def run(
 ) -> float:
     if pool is None:
         pool = kind(size, 1, dtype, 2, 16, 2, "cpu", enable_memory_saver=False)
-    own = runner(Layers(), pool)
-    own.model_config.dtype, own.forward_stream = model_dtype or dtype, None
+    model_runner = runner(Layers(), pool)
+    model_runner.model_config.dtype, model_runner.forward_stream = model_dtype or dtype, None
     if (windows := window_pool(pool)) is not None:
-        own.model.layers[1] = RadixAttention(8, windows.head_dim, 1.0, windows.head_num, 1)
+        model_runner.model.layers[1] = RadixAttention(8, windows.head_dim, 1.0, windows.head_num, 1)
     if kind is MHATokenToKVPool:
-        check_layers(own, windows=True)
+        check_layers(model_runner, windows=True)
     config = ImpressConfig(policy=policy)
-    shape = kv_shape(own, make_policy(config), config)
+    shape = kv_shape(model_runner, make_policy(config), config)
     shape = dataclasses.replace(shape, exact=not shape.coded)
-    layers, runners = PoolLayers(pool), [own]
+    layers, runners = PoolLayers(pool), [model_runner]
     if windows is not None:
         shape = layers.add(shape, [windows], 8, raw=raw)
     if states is not None:
@@ -166,25 +166,29 @@ def states() -> tuple[HybridLinearKVPool, MambaPool]:
     shape = SimpleNamespace(conv=[(24, 3)], temporal=(2, 5, 7))
     dtype = SimpleNamespace(conv=torch.bfloat16, temporal=torch.float32)
     params: Any = SimpleNamespace(shape=shape, dtype=dtype, is_kda=False)
-    own = MambaPool(
+    mamba_pool = MambaPool(
         size=4, spec_state_size=0, cache_params=params, mamba_layer_ids=[2, 3], device="cpu"
     )
     size = {"size": 300, "page_size": 1, "head_num": 2, "head_dim": 16}
     return HybridLinearKVPool(
-        **size, dtype=torch.float32, full_attention_layer_ids=[0, 1], device="cpu", mamba_pool=own
-    ), own
+        **size,
+        dtype=torch.float32,
+        full_attention_layer_ids=[0, 1],
+        device="cpu",
+        mamba_pool=mamba_pool,
+    ), mamba_pool
 
 
 def test_pools_with_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, own = states()
-    run(pool=pool, policy="as", states=own)
-    assert not own.mamba_cache.temporal.any() and not own.mamba_cache.conv[0].any()
+    pool, mamba_pool = states()
+    run(pool=pool, policy="as", states=mamba_pool)
+    assert not mamba_pool.mamba_cache.temporal.any() and not mamba_pool.mamba_cache.conv[0].any()
     monkeypatch.setattr(PackedLayers, "into", forgetting)
     with pytest.raises(UnsupportedError, match="states are off by"):
-        run(pool=pool, policy="as", states=own)
-    own.replayssm_write_pos = torch.zeros(4)
+        run(pool=pool, policy="as", states=mamba_pool)
+    mamba_pool.replayssm_write_pos = torch.zeros(4)
     with pytest.raises(UnsupportedError, match="kept with replayssm_write_pos"):
-        run(pool=pool, policy="as", states=own)
+        run(pool=pool, policy="as", states=mamba_pool)
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(2, 16), (1, 24), (3, 40)])

@@ -118,9 +118,9 @@ def test_nearly_all_computed_again_is_nearly_exact(world: TreeWorld) -> None:
         found = world.kvs(req, length)
         errors.append(
             max(
-                float((own - other[:length]).abs().max())
+                float((kv - other[:length]).abs().max())
                 for pair in zip(found, exact, strict=True)
-                for own, other in zip(*pair, strict=True)
+                for kv, other in zip(*pair, strict=True)
             )
         )
         world.compute(req)
@@ -154,9 +154,9 @@ def test_those_who_ask_at_once_share_a_blend(world: TreeWorld) -> None:
     world.poll()
     assert len(list(world.jobs.loading)) == 1
     told = [world.serve(req) for req in waiting]
-    assert [own["why"]["reason"] for own in told] == ["blended", "shared", "shared"]
-    assert [own["loaded_tokens"] > 0 for own in told] == [True, False, False]
-    assert sum(own["ssd_bytes"] > 0 for own in told) == 1
+    assert [report["why"]["reason"] for report in told] == ["blended", "shared", "shared"]
+    assert [report["loaded_tokens"] > 0 for report in told] == [True, False, False]
+    assert sum(report["ssd_bytes"] > 0 for report in told) == 1
 
 
 def test_what_was_blended_is_stored_with_a_mark(world: TreeWorld) -> None:
@@ -164,10 +164,10 @@ def test_what_was_blended_is_stored_with_a_mark(world: TreeWorld) -> None:
     world.run("r", PROMPT, **ASKED)
     world.flush()
 
-    def stored(least: Quality) -> int:
+    def stored(min_quality: Quality) -> int:
         store, tokens = world.service.store, [*PROMPT, 5]
         return int(
-            store.match(namespace_text(None, None), as_tokens(tokens), least=least).num_tokens
+            store.match(namespace_text(None, None), as_tokens(tokens), least=min_quality).num_tokens
         )
 
     assert stored(Quality(1, 6.0, 0.25)) == whole
@@ -214,7 +214,9 @@ def damage(monkeypatch: pytest.MonkeyPatch, *segments: str, error: Any = Segment
     original = WholeSource.read
 
     def read(source: WholeSource, layer: int) -> Any:
-        bad = next((own for own in source.segment_ids if own in segments or not segments), None)
+        bad = next(
+            (segment for segment in source.segment_ids if segment in segments or not segments), None
+        )
         if layer == 1 and bad is not None:
             raise error(bad, "a test")
         return original(source, layer)
@@ -266,7 +268,7 @@ def test_new_documents_of_a_blend_are_donors_once_they_are_asked_for_again(
 ) -> None:
     def exact_tokens() -> int:
         stored = world.service.store.tree.segments()
-        return sum(own.info.num_tokens for own in stored if own.info.quality == EXACT)
+        return sum(segment.info.num_tokens for segment in stored if segment.info.quality == EXACT)
 
     before = exact_tokens()
     world.run("r", [*shuffled(4, 3, 5, 6), *QUESTION], **ASKED)

@@ -47,8 +47,8 @@ def world(tmp_path: Path, page_size: int) -> Iterator[TreeWorld]:
 
 def block_hashes(events: list[Any], kind: str) -> list[int]:
     """Of what SGLang's events of one kind tell."""
-    named = [own for own in events if type(own).__name__ == kind]
-    return [own for event in named for own in event.block_hashes]
+    named = [event for event in events if type(event).__name__ == kind]
+    return [block_hash for event in named for block_hash in event.block_hashes]
 
 
 def kvs_of(world: TreeWorld, rid: str, tokens: list[int], **wanted: object) -> tuple[Any, Any]:
@@ -77,9 +77,9 @@ def test_who_needs_more_joins_and_then_loads_its_rest(world: TreeWorld, page_siz
     waiting = [world.request("short", ASKED), world.request("joins", [*long, 2])]
     world.poll()
     told = [world.serve(req) for req in waiting]
-    assert [own["loaded_tokens"] for own in told] == [PREFIX, 160]
-    assert [own["shared_tokens"] for own in told] == [0, PREFIX]
-    assert [own["why"]["reason"] for own in told] == ["loaded", "loaded"]
+    assert [report["loaded_tokens"] for report in told] == [PREFIX, 160]
+    assert [report["shared_tokens"] for report in told] == [0, PREFIX]
+    assert [report["why"]["reason"] for report in told] == ["loaded", "loaded"]
 
 
 def test_others_are_told_of_what_was_loaded_and_evicted(world: TreeWorld, page_size: int) -> None:
@@ -157,10 +157,10 @@ def test_a_purge_goes_through_classes_in_the_order_of_the_tree(
         world.service.store.writes.drain()
         world.poll()
         root = world.cache.root_node
-        first, _ = (own.key.extra_key for own in root.children.values())
+        first, _ = (node.key.extra_key for node in root.children.values())
         while len(root.children) > 1:
             world.cache.sweeps.step(f"purge {number}", namespace_of(key), key)
-        assert [own.key.extra_key for own in root.children.values()] == [first]
+        assert [node.key.extra_key for node in root.children.values()] == [first]
         world.flush()
 
 
@@ -243,8 +243,8 @@ def test_a_pass_begins_early_only_beside_nobody(
         assert world.waits(req), "what is left takes 3 s"
         job.layers = 3
         assert not world.waits(req) and job.early and world.waits(sharing)
-        for own in (req, sharing):
-            world.abort(own)
+        for waiting in (req, sharing):
+            world.abort(waiting)
         end_job(world, job)
         world.poll()
 
@@ -360,10 +360,10 @@ def test_the_span_of_waiting_says_what_was_loaded_meanwhile(
     world.admit(req)
     req.time_stats.set_forward_entry_time()
 
-    (told,) = [own.events["impress.load"] for own in tracer.spans if own.events]
+    (told,) = [span.events["impress.load"] for span in tracer.spans if span.events]
     assert told["tokens"] == PREFIX and told["ssd_bytes"] > 0
     assert min(told[name] for name in ("queued_ms", "read_ms", "restored_ms")) >= 0
-    assert [own.name for own in tracer.spans if own.events] == ["prefill_waiting"]
+    assert [span.name for span in tracer.spans if span.events] == ["prefill_waiting"]
     context.abort()
     world.compute(req)
     world.end(req)

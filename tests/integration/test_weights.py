@@ -36,7 +36,7 @@ def test_messages_that_may_change_weights() -> None:
     messages = [io_struct.GetInternalStateReq(), update, Unheard()]
     scheduler = SimpleNamespace(
         _request_dispatcher=TypeBasedDispatcher(
-            [(type(own), lambda it: (it,)) for own in messages]
+            [(type(message), lambda it: (it,)) for message in messages]
         ),
         weight_updater=SimpleNamespace(_session=None, offload_tags=()),
     )

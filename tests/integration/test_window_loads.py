@@ -60,24 +60,35 @@ class WindowWorld(TreeWorld):
 
     def place(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         number, windowed = self.pool.layers_mapping[layer]
-        own = self.pool.swa_kv_pool if windowed else self.pool.full_kv_pool
+        pool = self.pool.swa_kv_pool if windowed else self.pool.full_kv_pool
         rows = self.pool.full_to_swa_index_mapping[slots] if windowed else slots
-        return own.k_buffer[number], own.v_buffer[number], rows
+        return pool.k_buffer[number], pool.v_buffer[number], rows
 
     def window_of(self, layer: int) -> int | None:
         return WINDOW if layer in WINDOWED else None
 
     def allocate(self, count: int) -> Tensor | None:
-        own = self.allocator
-        own.evict_to_free_tokens(self.cache, count)
-        slots, rows = own.full_attn_allocator.alloc(count), own.swa_attn_allocator.alloc(count)
-        own.set_full_to_swa_mapping(slots, rows)
+        allocator = self.allocator
+        allocator.evict_to_free_tokens(self.cache, count)
+        slots, rows = (
+            allocator.full_attn_allocator.alloc(count),
+            allocator.swa_attn_allocator.alloc(count),
+        )
+        allocator.set_full_to_swa_mapping(slots, rows)
         return slots
 
     def check_slots(self) -> None:
-        cache, own = self.cache, self.allocator
-        whole = own.full_available_size(), cache.full_evictable_size(), cache.full_protected_size()
-        rows = own.swa_available_size(), cache.swa_evictable_size(), cache.swa_protected_size()
+        cache, allocator = self.cache, self.allocator
+        whole = (
+            allocator.full_available_size(),
+            cache.full_evictable_size(),
+            cache.full_protected_size(),
+        )
+        rows = (
+            allocator.swa_available_size(),
+            cache.swa_evictable_size(),
+            cache.swa_protected_size(),
+        )
         assert (sum(whole), sum(rows)) == (SIZE, ROWS)
         cache._check_requests()
         cache.sanity_check()
@@ -107,9 +118,9 @@ def world(tmp_path: Path, page: int) -> Iterator[WindowWorld]:
 def assert_same_kvs(left: Any, right: Any, length: int, page: int) -> None:
     """Of layers with windows those that the next token needs, of others all."""
     window = -(-WINDOW // page) * page
-    for layer, (own, others) in enumerate(zip(left, right, strict=True)):
+    for layer, (mine_all, others) in enumerate(zip(left, right, strict=True)):
         first = max(length - window, 0) if layer in WINDOWED else 0
-        for mine, other in zip(own, others, strict=True):
+        for mine, other in zip(mine_all, others, strict=True):
             torch.testing.assert_close(mine[first:length], other[first:length], rtol=0, atol=1e-5)
 
 
@@ -140,8 +151,8 @@ def test_layers_with_windows_beside_few_bits(tmp_path: Path) -> None:
     world.flush()
     told, loaded = kvs_of(world, "loaded", [*prompt, 1])
     assert (told["path"], told["loaded_tokens"], told["bits"]) == ("ssd", len(prompt), 6.0)
-    for layer, (own, others) in enumerate(zip(computed, loaded, strict=True)):
-        for mine, other in zip(own, others, strict=True):
+    for layer, (computed_kvs, others) in enumerate(zip(computed, loaded, strict=True)):
+        for mine, other in zip(computed_kvs, others, strict=True):
             mine, other = (one[len(prompt) - WINDOW : len(prompt)] for one in (mine, other))
             off = float((mine - other).norm() / mine.norm())
             assert off == 0.0 if layer in WINDOWED else 0.0 < off < 0.05
@@ -195,9 +206,9 @@ def test_only_what_has_its_rows_is_restored(world: WindowWorld, page: int) -> No
             assert world.run(name, [*prompt[:500], 1])["path"] == "computed"
         world.flush()
     window = -(-WINDOW // page) * page
-    least = [*prompt[: 512 + window], *draw(10, 20)]
+    shortest = [*prompt[: 512 + window], *draw(10, 20)]
     # What the fork has stored is followed by what has no rows, and that by what has.
-    assert world.run("least", least)["loaded_tokens"] == 512 + window
+    assert world.run("least", shortest)["loaded_tokens"] == 512 + window
 
 
 def test_room_that_jobs_and_writes_have(world: WindowWorld, page: int) -> None:
@@ -223,7 +234,9 @@ def test_whoever_is_next_needs_rows_that_others_hold(
     for number, prompt in enumerate(prompts):
         world.run(f"stored {number}", prompt)
     world.flush()
-    waiting = [world.request(f"next {n}", [*own, *draw(16, 90)]) for n, own in enumerate(prompts)]
+    waiting = [
+        world.request(f"next {n}", [*prompt, *draw(16, 90)]) for n, prompt in enumerate(prompts)
+    ]
     for req in waiting:
         world.settle(req)
     world.poll()

@@ -109,7 +109,7 @@ class Model:
         generator = torch.Generator().manual_seed(4)
         heads = shape.num_query_heads, shape.num_kv_heads, shape.num_kv_heads
         dims = shape.key_dim, shape.key_dim, shape.value_dim
-        sizes = [(HIDDEN, own * dim) for own, dim in zip(heads, dims, strict=True)]
+        sizes = [(HIDDEN, count * dim) for count, dim in zip(heads, dims, strict=True)]
         sizes.append((shape.num_query_heads * shape.value_dim, HIDDEN))
 
         def weights(*size: int) -> Tensor:
@@ -123,15 +123,15 @@ class Model:
 
     def projected(self, hidden: Tensor, positions: Tensor, layer: int) -> tuple[Tensor, ...]:
         """Queries, keys and values [t, heads, D]."""
-        q, k, v = (hidden @ own for own in self.projections[layer][:3])
+        q, k, v = (hidden @ weights for weights in self.projections[layer][:3])
         dim = self.shape.key_dim
-        q, k = (rotated(own.view(len(hidden), -1, dim), positions) for own in (q, k))
+        q, k = (rotated(heads.view(len(hidden), -1, dim), positions) for heads in (q, k))
         return q, k, v.view(len(hidden), -1, self.shape.value_dim)
 
     def layer(self, hidden: Tensor, positions: Tensor, layer: int) -> Tensor:
         """What a layer adds."""
         self.computed.append([layer, len(hidden)])
-        q, k, v = (own.flatten(1) for own in self.projected(hidden, positions, layer))
+        q, k, v = (heads.flatten(1) for heads in self.projected(hidden, positions, layer))
         output: Tensor = get_attn_backend().forward(q, k, v, self.layers[layer], None)
         return output @ self.projections[layer][3]
 
@@ -158,9 +158,9 @@ class Model:
     def kvs(self, tokens: Tensor) -> KVs:
         """Keys and values [t, G, D] of each layer, all tokens at once from position 0."""
         hidden, positions, found = self.embedding[tokens], torch.arange(len(tokens)), []
-        for layer, own in enumerate(self.projections):
+        for layer, weights in enumerate(self.projections):
             q, k, v = self.projected(hidden, positions, layer)
             found.append((k, v))
             output = rectangular_attention(q, k, v, scaling=SCALING, causal=True)
-            hidden = hidden + output.flatten(1) @ own[3]
+            hidden = hidden + output.flatten(1) @ weights[3]
         return found

@@ -83,8 +83,8 @@ def matched(cache: Any, req: Any) -> MatchResult:
 
 def assert_same_kvs(left: tiny_model.KVs, right: tiny_model.KVs, length: int) -> None:
     """Of the first tokens, in all layers, to the bit."""
-    for own, others in zip(left, right, strict=True):
-        for mine, other in zip(own, others, strict=True):
+    for kvs, others in zip(left, right, strict=True):
+        for mine, other in zip(kvs, others, strict=True):
             assert torch.equal(mine[:length], other[:length])
 
 
@@ -270,7 +270,7 @@ class TreeWorld:
         first = req.kv.cache_protected_len
         row = self.rows.req_to_token[req.kv.req_pool_idx, : len(tokens)].long()
         hidden, positions = self.model.embedding[tokens[first:]], torch.arange(first, len(tokens))
-        for layer, own in enumerate(self.model.projections):
+        for layer, weights in enumerate(self.model.projections):
             q, k, v = self.model.projected(hidden, positions, layer)
             keys, values, places = self.place(layer, row)
             keys[places[first:]], values[places[first:]] = k, v
@@ -282,7 +282,7 @@ class TreeWorld:
                 causal=True,
                 window=self.window_of(layer),
             )
-            hidden = hidden + output.flatten(1) @ own[3]
+            hidden = hidden + output.flatten(1) @ weights[3]
 
     def end(self, req: Any) -> None:
         """As SGLang ends a request."""
