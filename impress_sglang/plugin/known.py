@@ -1,4 +1,4 @@
-"""What is known of SGLang's requests, from their first match to their end, and what they report."""
+"""Tracks SGLang's requests from their first match to their end, and keeps their reports."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _MEDIA = np.iinfo(np.int32).max
 
 @dataclasses.dataclass(slots=True)
 class Brought:
-    """Tokens that jobs brought for a request, the last ones before `stop`."""
+    """Tokens that jobs loaded for a request; they end at token `stop`."""
 
-    loaded: int = 0  # by jobs of which it tells
-    shared: int = 0  # by jobs of which others tell
-    blended: int = 0  # of the loaded ones, those that are stored behind other text
-    computed: int = 0  # of the loaded ones, those that were computed in between
+    loaded: int = 0  # by jobs whose reads this request reports
+    shared: int = 0  # by jobs whose reads another request reports
+    blended: int = 0  # part of `loaded` that is stored after other text
+    computed: int = 0  # part of `loaded` that was computed between stored runs
     stop: int = 0
 
 
@@ -49,7 +49,7 @@ class Known(Waiter):
     """A request of SGLang's, which may wait for a job while it is queued."""
 
     req: Any
-    extra_key: str | None  # as it came
+    extra_key: str | None  # as the client sent it
     options: LoadOptions
     kv_class: KVClass
     report: dict[str, Any]
@@ -57,27 +57,27 @@ class Known(Waiter):
     storable_tokens: int | None = None  # leading tokens worth storing; None until counted
     frequent_tokens: int | None = None  # leading tokens that were requested often enough
     save_refused: bool = False  # space or write budget ran out
-    planned: bool = False  # what is to be loaded for it is known
-    admitted: bool = False  # it runs
-    load_failed: bool = False  # something that was to be loaded could not be read now
+    planned: bool = False  # its load has been planned
+    admitted: bool = False
+    load_failed: bool = False  # its stored tokens could not be read
     brought: Brought = dataclasses.field(default_factory=Brought)
-    not_before: int = 0  # the poll before which it is not admitted again
-    requested_class: KVClass | None = None  # the class that it has else, while it uses more bits
-    stored_tokens: int = 0  # so many first tokens are stored, as far as it was planned
-    read_seconds: float = 0.0  # seconds that reading what is stored of it takes
-    early_job: LoadJob | None = None  # the job whose last layers its pass waits for
-    layer_wait_seconds: float = 0.0  # seconds for which its pass waited for these
-    timing_invalid: bool = False  # the time of its pass says nothing of what computing takes
-    why_no_blend: Detail | None = None  # if some of its text is stored, and it accepts it
-    blends: bool = True  # it may; False: it goes on without, whatever is found
+    not_before: int = 0  # first poll at which it may be admitted again
+    requested_class: KVClass | None = None  # its class before `raise_bits`
+    stored_tokens: int = 0  # leading tokens that are stored, as planned
+    read_seconds: float = 0.0  # estimate for reading its stored tokens
+    early_job: LoadJob | None = None  # job whose last layers its pass waits for
+    layer_wait_seconds: float = 0.0  # time that its pass waited for layers
+    timing_invalid: bool = False  # its pass did more than compute
+    why_no_blend: Detail | None = None  # set if its text is stored and it accepts blends
+    blends: bool = True  # False: never blend it, whatever is stored
 
     @property
     def space(self) -> Space:
-        """What keeps its prompt apart in SGLang's tree, its class included."""
+        """Its `extra_key` with the mark of its class, and its `cache_salt`."""
         return self.req.extra_key, self.req.cache_salt
 
     def has_better_copy_for(self, other: Known, count: int) -> bool:
-        """Whether its class has more bits, and its first tokens are those of another request."""
+        """Whether its class has more bits and its first `count` tokens are those of `other`."""
         mine, theirs = self.kv_class, other.kv_class
         better = mine.bits > theirs.bits and (mine.exact or mine.share == theirs.share)
         namespace_key = self.extra_key, self.req.cache_salt
@@ -87,7 +87,7 @@ class Known(Waiter):
         return bool(tokens[:count] == other.req.full_untruncated_fill_ids[:count])
 
     def begins_like(self, job: LoadJob, page_size: int) -> bool:
-        """Whether its prompt begins like the tokens of a job, and with some of them."""
+        """Whether its prompt has a job's prefix, and at least the first page that the job loads."""
         if self.space != job.space:
             return False
         count = job.start + page_size
@@ -97,11 +97,11 @@ class Known(Waiter):
 
 @dataclasses.dataclass(eq=False)
 class KnownRequests:
-    """The requests of one tree cache, and what its parts have in common.
+    """Requests of one tree cache, and the components that its parts share.
 
-    It notes requests, chooses and changes the classes of their KVs, and keeps their reports. The
-    scheduler's thread owns it. `forward_stream` is SGLang's, on which passes run, and `adapters`
-    its `LoRAManager`, if it has one; `known` are the requests that are not over, by id.
+    Registers requests, chooses and changes their classes, and keeps their reports. Thread:
+    scheduler. `forward_stream` is SGLang's stream for passes; `adapters` is its `LoRAManager`, if
+    it has one; `by_rid` holds the requests that have not ended.
     """
 
     cache: Any
@@ -123,9 +123,9 @@ class KnownRequests:
         self.provenance = Provenance(len(keys), keys.device)
 
     def register(self, req: Any, sight: Callable[[Known], bool]) -> Known:
-        """Note a request; at its first match it gets its class, and its key the mark of that.
+        """Track a request; at its first match, choose its class and mark its key with it.
 
-        `sight` counts one that may be stored; returns whether it is computed exactly.
+        `sight` counts a request that may be stored, and returns whether to compute it exactly.
         """
         tracked = self.by_rid.get(req.rid)
         if tracked is not None and tracked.req is req:
@@ -139,7 +139,7 @@ class KnownRequests:
             not_stored=store_refusal(req),
             truncated_tokens=params_of(req.sampling_params).get(TRUNCATED_KEY, 0),
         )
-        # What cannot be served from the store shares nothing that may come from it.
+        # A request that may not use the store shares no KVs that may come from it.
         kv_class = KVClass() if refusal is not None else service.class_of(options)
         tracked = Known(
             req.rid,
@@ -160,10 +160,10 @@ class KnownRequests:
         return tracked
 
     def _choose(self, tracked: Known) -> KVClass:
-        """The class of a request that leaves it to the server."""
+        """Choose the class of a request that leaves it to the server."""
         key = key_of(tracked.req)
         if not self.ranks.alone or not self.planner.looks_for(len(key)):
-            # On several ranks what is stored is not known before the first match.
+            # With several ranks, stored tokens are not known before the first match.
             return tracked.kv_class
         tokens = as_tokens(key.raw_token_ids())
         resident = {
@@ -173,14 +173,14 @@ class KnownRequests:
         return self.planner.choose(tracked.namespace, tokens, resident, tracked.kv_class)
 
     def raise_bits(self, tracked: Known, users: Sequence[Known]) -> bool:
-        """Let a queued request use a class with more bits, in which all is resident that is stored
-        of its prompt; returns whether there is one.
+        """Move a queued request to a class with more bits, if all its stored tokens are resident
+        there.
 
-        Only classes in which `users` have such a prefix are looked at: what is looked at is evicted
-        later.
+        Only classes in which `users` have such a prefix are matched, since a match delays eviction.
+        Returns whether there was one.
         """
         min_tokens = self.service.config.min_prefix_tokens
-        # In an order that is the same on all ranks, as that of a set is not.
+        # All ranks need the same order, which a set does not have.
         for kv_class in dict.fromkeys(
             user.kv_class for user in users if user.has_better_copy_for(tracked, min_tokens)
         ):
@@ -192,7 +192,7 @@ class KnownRequests:
         return False
 
     def lower_bits(self, tracked: Known) -> None:
-        """Let a queued request use its own class again."""
+        """Move a queued request back to the class it had before `raise_bits`."""
         if tracked.requested_class is not None:
             self._move(tracked, tracked.requested_class)
             tracked.requested_class = None
@@ -203,7 +203,6 @@ class KnownRequests:
         tracked.report.update(NO_ESTIMATE)
 
     def _resident(self, tracked: Known, kv_class: KVClass) -> int:
-        """How many tokens of a prompt are resident in a class."""
         key, extra_key = (
             key_of(tracked.req),
             marked(tracked.extra_key, kv_class, self.service.usual),
@@ -211,10 +210,10 @@ class KnownRequests:
         class_key = RadixKey(key.token_ids, extra_key, limit=key.limit, cache_salt=key.cache_salt)
         return int(match_resident(self.cache, class_key).device_prefix_len)
 
-    # What clients are told of a request, and what is counted and learnt of it in the end.
+    # Reports to clients, counters, and what is learnt from requests that ended.
 
     def report_resident(self, tracked: Known, length: int) -> None:
-        """Note how much of a prompt is resident now, what was brought for it included."""
+        """Report the resident length of a prompt, including the tokens loaded for it."""
         sources, report = tracked.brought, tracked.report
         loaded, shared = min(sources.loaded, length), min(sources.shared, length)
         resident = max(length - loaded - shared, 0)
@@ -237,7 +236,7 @@ class KnownRequests:
         )
 
     def report_load(self, tracked: Known, job: LoadJob) -> None:
-        """Note what a job brought; the first who waited for it tells of its reads."""
+        """Report what a job loaded; the first request that waited for it reports its reads."""
         sources = tracked.brought
         # It may have joined for the first tokens of the job.
         resident = match_resident(self.cache, key_of(tracked.req)).device_prefix_len
@@ -254,7 +253,7 @@ class KnownRequests:
         self.report_reads(tracked, job)
 
     def report_reads(self, tracked: Known, job: LoadJob) -> None:
-        """Add what a job took to the report of a request."""
+        """Add the cost of a job's reads to the report of a request."""
         report = tracked.report
         for name, count in job.reads.as_dict().items():
             report[name] = report.get(name, 0) + count
@@ -265,7 +264,7 @@ class KnownRequests:
             layers_whole=self.service.shape.num_layers,
             prefetched=True,
         )
-        # With `--enable-trace` a part of the span in which this is told, else nothing.
+        # An event of the current span with `--enable-trace`, otherwise a no-op.
         tracked.req.time_stats.trace_ctx.trace_event(
             "impress.load",
             1,
@@ -279,7 +278,7 @@ class KnownRequests:
         )
 
     def explain(self, tracked: Known) -> None:
-        """Say why a request that is admitted has its prefix, or lacks one."""
+        """Report why a request that is admitted has its prefix, or lacks one."""
         report, service, provenance = tracked.report, self.service, self.provenance
         report["why"] = self.planner.explain(
             report,
@@ -292,7 +291,7 @@ class KnownRequests:
         )
         length = report["prefix_tokens"]
         if not tracked.req.output_ids:
-            # It may have been put back, and have been of another class.
+            # It may have been retracted, and have had another class.
             report["approximate"] = False
         if provenance.mixed and length and not tracked.kv_class.exact:
             path = self.cache.path_device_indices(tracked.req.last_node)[:length]
@@ -301,9 +300,9 @@ class KnownRequests:
                 report["bits"] = tracked.kv_class.bits
 
     def count(self, tracked: Known) -> None:
-        """Count a request that has ended, list it, and learn how long computing takes.
+        """Count and list a request that has ended, and learn from its computing time.
 
-        The probes of SGLang's /health are not listed: they may outnumber all other requests.
+        Probes of SGLang's /health are not listed: they may outnumber all other requests.
         """
         req, report, service = tracked.req, tracked.report, self.service
         times = req.time_stats
@@ -312,7 +311,7 @@ class KnownRequests:
             return
         prefill = max(times.prefill_finished_time - times.forward_entry_time, 0.0)
         computing = prefill - tracked.layer_wait_seconds
-        # It is loaded while it waits, and perhaps while its pass waits for the last layers.
+        # It loads while queued, and possibly while its pass waits for the last layers.
         before_pass = times.queue_duration_s + tracked.layer_wait_seconds
         loading = min(report["load_ms"] / 1e3, before_pass)
         store = service.opened
@@ -331,33 +330,33 @@ class KnownRequests:
 
 
 def key_of(req: Any) -> RadixKey:
-    """The key of a request's prompt, as far as a prefix may reach."""
+    """Return the key of a request's prompt, as far as a prefix may reach."""
     tokens = req.full_untruncated_fill_ids or req.origin_input_ids
     if req.positional_embed_overrides is not None:
-        # SGLang matches none of it either: its KVs do not follow from its tokens.
+        # SGLang does not match it either: its KVs do not follow from its tokens.
         tokens = tokens[:0]
     limit = req._compute_max_prefix_len(len(tokens))
     return RadixKey(tokens, req.extra_key, limit=limit, cache_salt=req.cache_salt)
 
 
 def namespace_of(key: Any) -> str:
-    """The namespace of a key or request: keeps other `extra_key` or `cache_salt` values apart."""
+    """Return the namespace of a key or request: its `extra_key` and `cache_salt`."""
     return namespace_text(key.extra_key, key.cache_salt)
 
 
 def as_tokens(token_ids: Sequence[int]) -> Tokens:
-    """Token ids in the store's form, int32; those that stand for media become one that is no text.
+    """Convert token ids to the store's int32; media placeholders become one id that no text has.
 
-    They have 62 bits, of which the last 32 may be those of text.
+    Placeholders have 62 bits, the last 32 of which may equal those of a text token.
     """
     return np.minimum(np.asarray(token_ids, np.int64), _MEDIA).astype(np.int32)
 
 
 def namespace_of_request(req: Any, manager: Any) -> str:
-    """The namespace of a request as it came; `manager` is SGLang's `LoRAManager`, if it has one.
+    """Return the namespace of a request as the client sent it; `manager`: SGLang's `LoRAManager`.
 
-    With an adapter (LoRA), prefixes are kept apart by its weights. SGLang appends its id to
-    `extra_key`, which may be the same for others.
+    With an adapter (LoRA), the namespace includes a digest of its weights. SGLang appends the
+    adapter's id to `extra_key`, but other weights may have the same id.
     """
     if req.lora_id is None:
         return namespace_text(req.extra_key, req.cache_salt)
@@ -366,7 +365,7 @@ def namespace_of_request(req: Any, manager: Any) -> str:
 
 
 def _digest(adapter: Any) -> str:
-    """Of all that an adapter does to KVs; kept with it, because it takes a while."""
+    """Digest everything in an adapter that affects KVs; cached on it, since this takes a while."""
     digest: str | None = getattr(adapter, _DIGEST, None)
     if digest is None:
         tensors = [

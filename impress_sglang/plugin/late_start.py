@@ -1,7 +1,7 @@
-"""Late start: a pass begins while the last layers of its prefix are on their way.
+"""Late start: starts a pass while the last layers of its prefix are still loading.
 
-See docs/design.md. While others run it does not: they would wait for the drive with it. Nobody else
-shares the slots before they are filled.
+See docs/design.md. Only an idle server starts early: other requests would wait for the drive as
+well. No other request shares the slots before they are filled.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from impress_sglang.serving.load_jobs import LoadJob
 
 logger = logging.getLogger(__name__)
 
-# Polls for which a request that was put back is not admitted: SGLang may process the results of its
-# pass after the next one was chosen.
+# Polls for which a retracted request is not admitted: SGLang may process the results of its pass
+# after it chose the next one.
 POLLS_APART = 2
 
 
 class LateStart:
-    """Starts passes early, lets them wait for each layer, and takes them back if one is not there.
+    """Starts passes early, makes them wait for each layer, and retracts them if a layer fails.
 
-    SGLang's pool asks its layer transfer counter, which this is while there are `jobs` whose slots
-    are in SGLang's tree but not filled, before a layer is attended to.
+    While there are `jobs` whose slots are in SGLang's tree but not filled, this object is the layer
+    transfer counter of SGLang's pool, which waits for each layer before attention.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class LateStart:
         self._cache, self._tracked = requests.cache, requests.by_rid
         self._estimator = requests.service.estimator
         self._scheduler, self._queue, self._slots = scheduler, jobs, slots
-        # A draft model's pass would have to wait as well, and cannot be put back. States are copied
-        # before a pass asks for any layer.
+        # A draft model's pass would also have to wait, and cannot be retracted. States are copied
+        # before a pass waits for any layer.
         self._possible = requests.layers.packed is requests.layers.states is None
         self._num_layers = requests.service.shape.num_layers
         chunk = scheduler.chunked_prefill_size
@@ -52,7 +52,8 @@ class LateStart:
         self.polls = 0
 
     def poll(self) -> None:
-        """Once per pass: put back whose pass lacked a layer, and forget jobs that have ended."""
+        """Called once per pass: retract requests whose pass missed a layer, and forget ended
+        jobs."""
         self.polls += 1
         for job in self.jobs:
             if job.revoked:
@@ -68,9 +69,9 @@ class LateStart:
             if job.revoked:
                 continue
             if not job.wait_for_layer(layer):
-                # Others in this pass wait no longer.
+                # Other requests in this pass stop waiting as well.
                 job.revoke()
-                # SGLang drops the results of the pass, and its users are put back before the next.
+                # SGLang drops the results of the pass; its users are retracted before the next one.
                 for tracked in self._users_of(job):
                     tracked.req.is_retracted = True
             elif job.events:
@@ -81,9 +82,9 @@ class LateStart:
         job, req = tracked.job, tracked.req
         if (
             not self._possible
-            # What is resident leaves such a server before its pass.
+            # A prefill server sends resident KVs away before the pass.
             or self._scheduler.disaggregation_mode is DisaggregationMode.PREFILL
-            # Others would wait for layers that only this rank lacks.
+            # Other ranks would wait for layers that only this rank lacks.
             or self._scheduler.require_mlp_sync
             or job is None
             or job.done.is_set()
@@ -91,13 +92,13 @@ class LateStart:
             or job.computes
             or not tracked.leads
         ):
-            # Others may lack more than this job brings, which is planned when it is done.
+            # Followers may need more than this job loads, which is planned when it is done.
             return False
         if job.early:
             return True
         now, num_new = time.monotonic(), len(req.origin_input_ids) - job.stop
         seconds_left = job.seconds_left(self._num_layers, now)
-        # The row of a session may outlive its request, so that it could not be put back.
+        # The row of a session may outlive its request, which then cannot be retracted.
         if (
             job.slots is None
             or seconds_left is None
@@ -108,7 +109,7 @@ class LateStart:
         max_wait = self._estimator.late_seconds(seconds_left, job.stop, num_new)
         queue = itertools.islice(self._scheduler.waiting_queue, WINDOW)
         others = (self._tracked.get(queued.rid) for queued in queue if queued is not req)
-        # Nobody else would wait in its pass.
+        # No other request may wait in its pass.
         alone = self._slots.is_idle() and all(
             other and self._queue.waits(other) for other in others
         )
@@ -121,15 +122,14 @@ class LateStart:
         if not self.jobs:
             self._kv_pool.register_layer_transfer_counter(self)
         self.jobs.append(job)
-        # What was read is told when all of it was.
+        # Reads are reported once all layers are read.
         job.told, tracked.early_job = True, job
         tracked.brought.loaded += len(job)
         tracked.brought.stop = job.stop
         return True
 
     def is_blocked(self, tracked: Known) -> bool:
-        """Whether a request is not to be admitted: it was put back just now, or it would share
-        slots that are being filled."""
+        """Whether a request was retracted just now, or would share slots that are being filled."""
         if self.polls < tracked.not_before:
             return True
         return any(
@@ -138,7 +138,7 @@ class LateStart:
         )
 
     def put_back(self, job: LoadJob) -> None:
-        """Put the users of a job that failed back into the queue, as if they lacked room."""
+        """Retract the users of a failed job into the queue, as if they lacked room."""
         scheduler, users = self._scheduler, self._users_of(job)
         reqs = [tracked.req for tracked in users]
         for batch in (scheduler.last_batch, scheduler.running_batch):
@@ -155,7 +155,7 @@ class LateStart:
             scheduler._add_request_to_queue(req, is_retracted=True)
 
     def _users_of(self, job: LoadJob) -> list[Known]:
-        """The admitted requests that may attend to the slots of a job."""
+        """Return the admitted requests that may attend to the slots of a job."""
         page = self._cache.page_size
         return [
             tracked

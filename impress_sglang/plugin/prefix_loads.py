@@ -1,4 +1,4 @@
-"""Plans what is loaded for queued requests, and lets them wait for it."""
+"""Plans what to load for queued requests, and makes them wait for it."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from impress_sglang.store.losses import Cause
 
 logger = logging.getLogger(__name__)
 
-# A request plans at most so many jobs that end without having brought anything.
+# Most jobs per request that may end without having loaded anything.
 MAX_TRIES = 3
-# While all requests wait for jobs, the scheduler looks after so many seconds at the latest.
+# Longest sleep of the scheduler while all requests wait for jobs.
 IDLE_SECONDS = 0.002
-# While a batch runs, ranks agree on saves alone in one of so many passes: a vote takes 0.2 ms.
+# While a batch runs, ranks vote on saves alone every so many passes: a vote takes 0.2 ms.
 SAVES_EVERY = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Planned:
-    """What this rank would load for a request."""
+    """This rank's plan for a request, before all ranks have agreed."""
 
     tracked: Known
     job: LoadJob | None
@@ -43,10 +43,10 @@ class _Planned:
 
 
 class PrefixLoads:
-    """The load jobs of one tree cache, and the requests that wait for them."""
+    """Load jobs of one tree cache, and the requests that wait for them."""
 
     def __init__(self, requests: KnownRequests, scheduler: Any) -> None:
-        """Begin without jobs, for a scheduler of SGLang's that is complete."""
+        """Start without jobs, for a complete scheduler of SGLang's."""
         self._cache, self._planner = requests.cache, requests.planner
         self._service = service = requests.service
         self._tracked, self._ranks, self._alone = (
@@ -56,7 +56,7 @@ class PrefixLoads:
         )
         self._scheduler, self._requests = scheduler, requests
         self._passes = 0
-        # What was planned and is not agreed on, by request.
+        # Plans that ranks have not agreed on yet, by request id.
         self._planned: dict[str, _Planned] = {}
         layers = requests.layers
         self._loader = JobLoader(layers(0)[0].device, layers, service.codec)
@@ -73,9 +73,9 @@ class PrefixLoads:
         """None if the queue is not reordered."""
 
     def plan(self, tracked: Known) -> None:
-        """Plan what is to be loaded for a queued request; join or begin a job for it."""
+        """Plan what to load for a queued request; join or begin a job for it."""
         tracked.planned = True
-        # What it used instead may be gone.
+        # The prefix of the class that it was moved to may be evicted.
         self._requests.lower_bits(tracked)
         req, key, not_served = tracked.req, key_of(tracked.req), tracked.report["not_served"]
         if tracked.tries >= MAX_TRIES or not_served is not None or len(key) < self._min_tokens:
@@ -103,13 +103,13 @@ class PrefixLoads:
         return self._planner.plan(tracked.namespace, tracked.space, tokens, resident, kv_class)
 
     def _begin(self, planned: _Planned, proposal: Wish) -> None:
-        """Do what was planned, as far as all ranks wish it: join or begin a job."""
+        """Carry out a plan as far as all ranks propose it: join or begin a job."""
         tracked, job = planned.tracked, planned.job
         if job is None or proposal.stop - job.start < self._min_tokens:
             return
         tracked.report.update(estimate_fields(job.estimate, loads=proposal.loads))
         if not proposal.loads:
-            # Otherwise what is not loaded because reads were slow would never be loaded again.
+            # Without measuring, slow reads would keep prefixes from ever being loaded again.
             self._loader.measure(job.store, job.spans[:1], exact=tracked.kv_class.exact)
             return
         if proposal.stop < job.stop:
@@ -121,7 +121,7 @@ class PrefixLoads:
         self.jobs.join(tracked, job)
 
     def poll(self, saves: WriteBack) -> None:
-        """Once per pass: do what all ranks agree on, and give slots to jobs."""
+        """Called once per pass: carry out what all ranks agree on, and give slots to jobs."""
         if self._votes(saves):
             self._loader.wake.clear()
             slow, wishes = (
@@ -132,21 +132,21 @@ class PrefixLoads:
             saves.release(agreed.saves)
             for job in agreed.slow:
                 if job.slots is not None:
-                    # Where another rank finds computing faster, nothing is known of it.
+                    # If only another rank finds computing faster, this rank has no estimate.
                     self._compute_instead(job, *slow.get(job, (0.0, 0.0)))
             for planned, proposal in agreed.wishes.items():
-                # In a pipeline it may have been planned again since, or be gone.
+                # In a pipeline it may have been planned again since, or have ended.
                 rid = planned.tracked.rid
                 if self._planned.get(rid) is planned:
                     self._begin(self._planned.pop(rid), proposal)
-            # Also without jobs: what they brought may be held.
+            # Needed without jobs as well: loaded tokens may still be locked.
             queue = (self._tracked.get(req.rid) for req in self._scheduler.waiting_queue)
             self.jobs.poll((tracked for tracked in queue if tracked is not None), agreed.ended)
             self._raise_bits()
         self._early_admission.poll()
 
     def _votes(self, saves: WriteBack) -> bool:
-        """Whether ranks vote in this pass, as they must; that is the same on all of them."""
+        """Whether ranks vote in this pass; the result must be the same on all of them."""
         if self._agreement.is_open or self._planned or self.jobs.active:
             return True
         busy = not self._scheduler.running_batch.is_empty()
@@ -154,7 +154,7 @@ class PrefixLoads:
         return bool(saves) and not self._passes
 
     def may_run(self, tracked: Known) -> bool:
-        """Whether a request may be admitted now; plans it again if what was planned is gone."""
+        """Whether a request may be admitted now; plan again if its planned tokens are gone."""
         if tracked.job is None and not tracked.planned:
             self.plan(tracked)
         if self._early_admission.is_blocked(tracked):
@@ -163,13 +163,13 @@ class PrefixLoads:
             self.plan(tracked)
         if tracked.rid in self._planned:
             return False
-        # On several ranks a pass would have to fail on all of them.
+        # With several ranks, a pass would have to fail on all of them.
         return not self.jobs.waits(tracked) or (
             self._alone and self._early_admission.may_start(tracked)
         )
 
     def end_waiting(self, tracked: Known) -> None:
-        """Note that a request was admitted, or is gone."""
+        """Stop the wait of a request that was admitted, aborted or released."""
         rid = tracked.rid
         self._planned.pop(rid, None)
         self.jobs.leave(tracked)
@@ -178,41 +178,40 @@ class PrefixLoads:
         self._service.lookahead.stop_waiting(rid)
 
     def end_pass(self, tracked: Known) -> None:
-        """Tell of the reads of a job that a request did not wait for; its pass is over."""
+        """Report the reads of the job that a finished pass did not wait for."""
         job, tracked.early_job = tracked.early_job, None
         if job is not None:
             job.done.wait(IDLE_SECONDS)
             tracked.layer_wait_seconds += job.gated
-            # On an accelerator, passes wait on its stream.
+            # On an accelerator, the stream waits, and the time includes that.
             tracked.timing_invalid = tracked.timing_invalid or bool(job.events)
             self._requests.report_reads(tracked, job)
 
     def rest(self) -> bool:
-        """Wait a little for jobs, if there are any; returns whether there are."""
+        """Wait briefly for jobs, if there are any; return whether there are."""
         if self.jobs.jobs and not self.jobs.computing:
             self._loader.wake.wait(IDLE_SECONDS)
         return bool(self.jobs.jobs)
 
     def drop_all(self) -> None:
-        """Drop all jobs and plans."""
         for tracked in self._tracked.values():
             tracked.planned = False
-            # What was found in a store ends with it.
+            # The reason applied to the store that was open.
             tracked.why_no_blend, tracked.blends = None, True
         self._planned.clear()
         self.jobs.drop_all()
 
     def wait_for_loader(self) -> None:
-        """Wait until nothing is read for dropped jobs, unless the disk does not answer."""
+        """Wait until the loader has stopped reading for dropped jobs, for at most `io_timeout`."""
         self.jobs.wait_for_loader(self._service.config.io_timeout)
 
     def close(self) -> None:
-        """Drop all jobs, and end the loader's thread."""
+        """Drop all jobs, and end the loader thread."""
         self.drop_all()
         self._loader.close(self._service.config.io_timeout)
 
     def _serving(self, rid: str) -> Serving | None:
-        """What serving a waiting request takes, for the order of the queue."""
+        """Estimate the cost of serving a waiting request, for the queue order."""
         tracked = self._tracked.get(rid)
         if tracked is None:
             return None
@@ -226,14 +225,14 @@ class PrefixLoads:
         )
 
     def check(self) -> None:
-        """Check that jobs, and the requests that wait for them, agree."""
+        """Check that jobs and the requests that wait for them agree."""
         for rid, tracked in self.jobs.waiters.items():
             assert self._tracked[rid] is tracked
         for job in self.jobs.jobs:
             assert all(tracked.job is job for tracked in job.waiters)
 
     def _has_lost(self, tracked: Known) -> bool:
-        # What was resident may be evicted before the request is admitted.
+        # Resident tokens may be evicted before the request is admitted.
         expected = max(tracked.brought.stop, tracked.found)
         if not expected or tracked.hold is not None:
             return False
@@ -249,7 +248,7 @@ class PrefixLoads:
             logger.warning("a stored prefix is computed: %s", job.error)
             job.store.report(job.error)
         elif job.state is JobState.FAILED and job.error is None and self._ranks.copies > 1:
-            # A rank that could not read what this one wrote may never try it again.
+            # Another rank that failed to read these segments may never try them again.
             spans, tree = job.match.slice(job.start, job.stop), job.store.tree
             segments = dict.fromkeys(span.segment for span in reversed(spans))
             lost = [segment for segment in segments if tree.get(segment.segment_id) is segment]
@@ -257,20 +256,20 @@ class PrefixLoads:
 
     def _after_job(self, tracked: Known, job: LoadJob) -> None:
         if job.state is JobState.FAILED and not isinstance(job.error, SegmentUnreadable):
-            # What is damaged the store itself knows.
+            # Damaged segments are already reported to the store.
             self._decline(tracked, job)
         if job.state is JobState.LOADED and not job.revoked:
             self._requests.report_load(tracked, job)
         self.plan(tracked)
 
     def _decline(self, tracked: Known, job: LoadJob) -> None:
-        """Note that what was to be loaded could not be read now."""
+        """Handle a load that failed although its segments may be intact."""
         tracked.load_failed = True
 
     def _raise_bits(self) -> None:
-        # What requests whose jobs have no room ask for would be another copy of what is resident.
+        # A job without room would load another copy of tokens that are resident in another class.
         blocked = self.jobs.blocked
-        # Those for which a prefix is kept resident, looked for once: the queue may be long.
+        # Requests that keep a prefix resident, collected once: the queue may be long.
         candidates = self._tracked.values() if blocked else ()
         users = [other for other in candidates if other.admitted or other.hold is not None]
         for tracked in blocked:
@@ -281,7 +280,7 @@ class PrefixLoads:
                 self.jobs.leave(tracked)
 
     def _slow(self) -> dict[LoadJob, tuple[float, float]]:
-        """Jobs that take longer than computing: what each still takes, and what that takes."""
+        """Return jobs slower than computing: seconds left to load, and seconds to compute."""
         slow, now = dict[LoadJob, tuple[float, float]](), time.monotonic()
         for job in self.jobs.loading if self._service.config.load != "always" else ():
             seconds_left = job.seconds_left(self._service.shape.num_layers, now)
@@ -293,7 +292,7 @@ class PrefixLoads:
         return slow
 
     def _compute_instead(self, job: LoadJob, seconds_left: float, computing: float) -> None:
-        """Let requests compute in `computing` seconds what a job would bring in `left` more."""
+        """Drop a job with `seconds_left` to load, and compute its tokens in `computing` seconds."""
         logger.info("loading %d tokens is slower than computing them", len(job))
         for tracked in job.waiters:
             tracked.report.update(

@@ -61,10 +61,10 @@ def identity_reader(context: Any, ranks: Ranks, read: Callable[[], str]) -> Call
     everyone.copies = ranks.copies
     read_once = functools.cache(read)
     identity = identity_of_rank(everyone, read_once)
-    identity = identity_of_rank(ranks, read_once)
+    own_identity = identity_of_rank(ranks, read_once)
 
     def read_again() -> str:
-        if identity_of_rank(ranks, read) != identity:
+        if identity_of_rank(ranks, read) != own_identity:
             raise UnsupportedError(
                 "with DP attention other weights have a store only after a restart"
             )

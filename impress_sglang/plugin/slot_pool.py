@@ -1,7 +1,7 @@
-"""SGLang's pool and tree as load jobs need them (`serving.job_queue`); sizes in tokens.
+"""Gives load jobs slots of SGLang's pool and nodes of its tree (`serving.job_queue`).
 
-A request is admitted if it needs less than the room, and those behind it if they need less than
-what is left.
+Sizes are in tokens. A request is admitted if it needs less than the room, and the ones after it if
+they need less than what remains.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from impress_sglang.serving.load_jobs import LoadJob
 
 
 class TreeSlots:
-    """Slots of SGLang's pool for jobs; the scheduler's thread owns them."""
+    """Slots of SGLang's pool for jobs. Thread: scheduler."""
 
     def __init__(
         self, requests: KnownRequests, scheduler: Any, put_back: Callable[[LoadJob], None]
     ) -> None:
-        """`put_back` puts the users of a job back into the queue."""
+        """`put_back` retracts the users of a job into the queue."""
         self._cache = requests.cache
         self._provenance = requests.provenance
         self._scheduler, self._put_back = scheduler, put_back
         self._allocation = requests.allocation
         self.windows = self._allocation.has_rows
-        """Whether layers with windows have rows of their own, of which `room` tells nothing."""
+        """Whether layers with windows have rows of their own, which `room` does not count."""
 
     def room(self) -> int:
-        """What could be allocated, by evicting if need be, without what running requests need."""
+        """Return the tokens that could be allocated, with eviction, beyond what running requests
+        need."""
         free, _ = self._allocation.available()
-        # SGLang counts on the rest of a prompt, and answers, of what it has admitted.
+        # SGLang reserves the rest of the prompts, and the answers, of admitted requests.
         scheduler = self._scheduler
         requests = {id(req): req for req in scheduler.running_batch.reqs}
         if scheduler.last_batch is not None:
@@ -56,9 +57,9 @@ class TreeSlots:
         return free + int(self._cache.evictable_size()) - max(tokens, 0)
 
     def need(self, tracked: Known, counted: set[object]) -> int:
-        """What admitting a request would take of the room, its job's slots included if it waits.
+        """Return the room that admitting a request takes, including its job's slots if it waits.
 
-        What requests before it have in common with it is in `counted`, and is added there.
+        `counted` holds what earlier requests have in common with it, and is updated.
         """
         req, job = tracked.req, tracked.job
         total = len(req.full_untruncated_fill_ids) + _new_tokens(req) + self._cache.page_size
@@ -68,12 +69,12 @@ class TreeSlots:
         node, length = match.last_device_node, match.device_prefix_len
         if job is not None:
             counted.add(job)
-            # It may bring more than the request can use.
+            # The job may load more than the request can use.
             total += job.stop - tracked.common
         if node in counted:
             return total - length
         counted.add(node)
-        # Locking tokens that nobody has locked takes them from the room.
+        # Locking tokens that are not locked yet takes them from the room.
         before = self._cache.tree_core.protected_size()
         lock = self._cache.lock(node)
         after = self._cache.tree_core.protected_size()
@@ -81,26 +82,27 @@ class TreeSlots:
         return total - length + int(after - before)
 
     def is_idle(self) -> bool:
-        """Whether no request is running, or sent to another server."""
+        """Whether no request is running or being sent to another server."""
         scheduler, last = self._scheduler, self._scheduler.last_batch
-        # In a pipeline, `running_batch` and `last_batch` are those of this pass alone. Of others a
-        # stage hears the result at a fixed pass, as the others do: so all stages say the same.
+        # In a pipeline, `running_batch` and `last_batch` are of this pass only. All stages get the
+        # results of other batches at the same fixed pass, so all return the same.
         others = *getattr(scheduler, "running_mbs", ()), *getattr(scheduler, "mbs", ())
         batches = [batch for batch in (last, *others) if batch is not None]
         ended = all(req.finished() for batch in batches for req in batch.reqs)
-        # What a prefill server sends has slots that come back.
+        # KVs that a prefill server is sending have slots that will be freed.
         sends = bool(getattr(scheduler, "disagg_prefill_inflight_queue", None))
         runs = scheduler.chunked_req is not None or not scheduler.running_batch.is_empty()
         return ended and not runs and not sends
 
     def lacking(self, job: LoadJob) -> int:
-        """How many tokens of a job are not resident now."""
+        """Count the tokens of a job that are not resident now."""
         return job.stop - int(match_resident(self._cache, self._key(job)).device_prefix_len)
 
     def take(self, job: LoadJob) -> bool:
-        """Give a job its slots, evicting if need be, and hold what is resident before them.
+        """Allocate the slots of a job, with eviction, and lock the resident tokens before them.
 
-        It begins behind what is resident now. Returns False, with nothing taken, without room.
+        The job begins after the resident tokens. Returns False, with nothing allocated, without
+        room.
         """
         cache = self._cache
         match = match_resident(cache, self._key(job))
@@ -119,21 +121,21 @@ class TreeSlots:
         return True
 
     def give_back(self, job: LoadJob) -> None:
-        """Free the slots of a job, to which nothing is written any more, and end its hold."""
+        """Free the slots of a job, which must not be written any more, and release its lock."""
         assert job.slots is not None and job.rows is not None
         self._allocation.give_back(job.slots, job.rows)
         job.slots = None
         self._cache.unlock(job.hold)
 
     def insert(self, job: LoadJob) -> None:
-        """Insert the slots of a job into the tree, and let its hold cover all of it.
+        """Insert the slots of a job into the tree, and extend its lock to all of them.
 
         SGLang frees slots of tokens that were computed meanwhile.
         """
         cache, slots = self._cache, job.slots
         assert slots is not None and job.rows is not None
         path = cache.path_device_indices(job.hold.node)[: job.start].to(torch.int64)
-        # On what its KVs rest, behind those in the slots of `path`.
+        # Provenance of its KVs, which follow those in the slots of `path`.
         provenance, stored, kept = self._provenance, job.match.quality, job.parts[0]
         depth = stored.depth + (not job.kv_class.exact)
         provenance.mark(slots[:kept], depth, blended=stored.blended)
@@ -150,7 +152,6 @@ class TreeSlots:
             params.set_evicted_seqlen(ComponentType.SWA, job.stop - len(job.rows))
         elif len(job.rows):
             params.mamba_value = job.rows
-        # SGLang frees slots of tokens that were computed meanwhile.
         result = cache.insert(params)
         if result.mamba_exist:
             self._allocation.give_rows_back(job.rows)
@@ -160,21 +161,21 @@ class TreeSlots:
         job.hold = lock
 
     def discard(self, job: LoadJob) -> None:
-        """Remove an inserted job that failed from the tree, and put all that use it back.
+        """Remove a failed job that was inserted from the tree, and retract all requests that use
+        it.
 
-        SGLang puts them back as if there were no room for them.
+        They return to the queue as if there were no room for them.
         """
         self._put_back(job)
         self._cache.unlock(job.hold)
         drop_below(self._cache, self._key(job), job.start)
 
     def hold_for(self, tracked: Known) -> Any:
-        """Hold what is resident of a request, and nothing else; `release` ends that."""
+        """Lock the resident prefix of a request, and nothing else, until `release`."""
         match = match_resident(self._cache, key_of(tracked.req))
         return self._cache.lock(match.last_device_node)
 
     def release(self, hold: Any) -> None:
-        """End a hold."""
         self._cache.unlock(hold)
 
     def _key(self, job: LoadJob) -> RadixKey:
@@ -183,6 +184,6 @@ class TreeSlots:
 
 
 def _new_tokens(req: Any) -> int:
-    """Tokens that a request may still generate, as far as SGLang reserves room for them."""
+    """Count the tokens that a request may still generate, as SGLang reserves room for them."""
     num_left = req.sampling_params.max_new_tokens - len(req.output_ids)
     return max(min(num_left, CLIP_MAX_NEW_TOKENS), 0)
