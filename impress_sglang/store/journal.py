@@ -139,8 +139,13 @@ class Journal:
     def record(self, *changes: StoredSegment | Record) -> None:
         """Record published segments and other changes, of which some may be of unknown segments;
         in any case, what waits."""
-        added = (_added(own) if isinstance(own, StoredSegment) else _line(own) for own in changes)
-        self._waiting += added
+        for own in changes:
+            if isinstance(own, StoredSegment):
+                self._waiting.append(_added(own))
+                continue
+            self._waiting.append(_line(own))
+            if "purge" in own:
+                self._orders.append(own["purge"])
         if not self._waiting:
             return
         try:
@@ -169,8 +174,10 @@ class Journal:
     def _write_anew(self) -> None:
         segments = self.segments().values()
         first = _line({_OPENING: secrets.token_hex(16)})
-        orders = (_line({"purge": own}) for own in self.orders)
-        every = itertools.chain([first], map(_added, segments), orders, self._waiting)
+        self._orders = self.orders
+        orders = dict.fromkeys(_line({"purge": own}) for own in self._orders)
+        waiting = (own for own in self._waiting if own not in orders)
+        every = itertools.chain([first], map(_added, segments), orders, waiting)
         # A process that was killed has left it.
         self._files.unlink(self._path.with_name(self._path.name + TEMPORARY_SUFFIX))
         with publishing(self._files, self._path, direct=False) as descriptor:
@@ -179,7 +186,7 @@ class Journal:
 
     @property
     def orders(self) -> list[Any]:
-        """The orders to purge that were there, and are still told."""
+        """The orders to purge that are still told, wherever they were written."""
         now = time.time()
         return [own for own in self._orders if now - own["at"] < ORDER_SECONDS]
 
@@ -219,7 +226,8 @@ class Journal:
         if unsound:
             logger.warning("%s is damaged in %d lines; it is made anew", self._path, unsound)
         self._end = 0 if unsound else end
-        self._orders = orders or self._orders
+        # It may have lost some that this process knows.
+        self._orders = self._orders or orders
         self._size_anew = sum(sizes[name] for name in found)
         return found
 

@@ -196,6 +196,43 @@ def test_a_removed_file_begins_anew(journal: Journal, tmp_path: Path) -> None:
     assert list(index_in(tmp_path)) == ["b"]
 
 
+@pytest.mark.parametrize("loss", ["removed", "damaged", "refused"])
+@pytest.mark.parametrize("started", ["before", "after"])
+def test_orders_to_purge_outlast_a_file_that_loses_them(
+    files: FaultyFileSystem,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    loss: str,
+    started: str,
+) -> None:
+    """Whether this process or an earlier one has given them."""
+    monkeypatch.setattr(journal_module, "_MOST_WAITING", 0)
+    path, orders = tmp_path / "journal", [{"at": time.time() + number} for number in range(2)]
+    journal = Journal(files, tmp_path)
+    journal.record(*rows("a"), {"purge": orders[0]})
+    if started == "after":
+        journal = Journal(files, tmp_path)
+        journal.segments()
+    if loss == "refused":
+        with files.faults.injected(Rule("EIO", "open-write")), pytest.raises(OSError):
+            journal.record({"purge": orders[1]})
+    else:
+        journal.record({"purge": orders[1]})
+    if loss == "removed":
+        path.unlink()
+        with pytest.raises(FileNotFoundError):
+            journal.record(*rows("b"))
+    elif loss == "damaged":
+        *lines, _ = path.read_bytes().splitlines(True)
+        path.write_bytes(b"".join(lines) + b"damaged\n")
+        journal.segments()
+    journal.record(*rows("c"))
+    assert journal.orders == orders
+    fresh = Journal(files, tmp_path)
+    fresh.segments()
+    assert fresh.orders == orders
+
+
 def test_who_trims_a_folder_says_what_is_gone(journal: Journal, tmp_path: Path) -> None:
     append(FileSystem(), tmp_path, {"gone": ["a"]})
     assert not list(tmp_path.iterdir())
