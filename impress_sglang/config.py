@@ -367,7 +367,7 @@ def share_of_rank(config: ImpressConfig, size: int, copies: int = 1) -> ImpressC
         ("ssd_gb", "namespace_gb", "write_gb_per_day", "store_gb"), size // copies
     )
     parts |= dict.fromkeys(("host_gb", "buffer_gb"), size)
-    shares = {name: getattr(config, name) / own for name, own in parts.items()}
+    shares = {name: getattr(config, name) / count for name, count in parts.items()}
     return dataclasses.replace(config, **shares)
 
 
@@ -417,8 +417,8 @@ _READ: dict[str, tuple[Callable[[str], Any], tuple[type, ...]]] = {
     "int": (int, (int,)),
 }
 OPTIONS = tuple(
-    Option(own.name, *_READ[str(own.type)], **own.metadata)
-    for own in dataclasses.fields(ImpressConfig)
+    Option(field.name, *_READ[str(field.type)], **field.metadata)
+    for field in dataclasses.fields(ImpressConfig)
 )
 
 

@@ -163,7 +163,7 @@ class Cost:
         """
         errors, least = [error for error, *_ in self._recent], math.log(CHANGED_FACTOR)
         middle, count = statistics.median(errors), 1
-        agreed = min(math.copysign(1.0, middle) * own for own in errors)
+        agreed = min(math.copysign(1.0, middle) * error for error in errors)
         if abs(middle) >= least and agreed >= least / 2:
             count = len(errors)
             for place, sums in self._octaves.items():
@@ -178,10 +178,10 @@ class Cost:
         octaves = dict(self._octaves)
         for _, place, row in recent:
             octaves[place] = KEPT * octaves.get(place, 0.0) + row
-        seen = sorted(own for own, sums in octaves.items() if sums[0] >= self._least_weight)
+        seen = sorted(octave for octave, sums in octaves.items() if sums[0] >= self._least_weight)
         if not seen:
             return _Solution(None if self._floored else (1.0, 1.0))
-        means = np.array([octaves[own] / octaves[own][0] for own in seen])
+        means = np.array([octaves[octave] / octaves[octave][0] for octave in seen])
         if not self._floored:
             return _Solution(_rates_of(means, RIDGE))
         times = np.minimum.accumulate(1.0 / means[::-1, -1])[::-1]
@@ -310,8 +310,8 @@ class Estimate:
 
 def most_of(estimates: Sequence[Estimate]) -> int:
     """Which is the first that takes hardly longer than the fastest; the best comes first."""
-    most = HARDLY_LONGER * min(own.seconds() for own in estimates)
-    return next(number for number, own in enumerate(estimates) if own.seconds() <= most)
+    most = HARDLY_LONGER * min(estimate.seconds() for estimate in estimates)
+    return next(number for number, estimate in enumerate(estimates) if estimate.seconds() <= most)
 
 
 class Estimator:
@@ -387,8 +387,8 @@ class Estimator:
 
         None: it does not begin before that is there, for it would not hide it.
         """
-        own = self.pass_seconds(before, new)
-        return MOST_LATE * own if left <= own else None
+        pass_seconds = self.pass_seconds(before, new)
+        return MOST_LATE * pass_seconds if left <= pass_seconds else None
 
     def _computing(self, before: int, new: int) -> tuple[float | None, bool]:
         return self.computing.bound(new, pairs_of(before, new))

@@ -69,7 +69,7 @@ def measure(
         drive = (server.stats()["store"] or {}).get("read_mbps")
     computed = _median(answers[_COMPUTED])
     rate = clients * (tokens + QUESTION_TOKENS)
-    rows = [_row(way, own, computed, rate) for way, own in answers.items() if own]
+    rows = [_row(way, measured, computed, rate) for way, measured in answers.items() if measured]
     return {"ways": rows, "drive_mbps": drive, "conclusion": _conclusion(answers, drive)}
 
 
@@ -90,7 +90,7 @@ def _ask_all(
 ) -> list[tuple[float, Any]]:
     with ThreadPoolExecutor(clients) as pool:
         try:
-            return list(pool.map(lambda own: _ask(server, own, salt, store=store), prefixes))
+            return list(pool.map(lambda prefix: _ask(server, prefix, salt, store=store), prefixes))
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -114,8 +114,8 @@ def _row(
     way: str, answers: Sequence[tuple[float, dict[str, Any]]], computed: float, rate: int
 ) -> dict[str, Any]:
     """`computed`: the median where all is computed; `rate`: tokens of all clients at a time."""
-    seconds, median = sorted(own for own, _ in answers), _median(answers)
-    bits = [own["bits_mean"] for _, own in answers if own["bits_mean"]]
+    seconds, median = sorted(seconds for seconds, _ in answers), _median(answers)
+    bits = [report["bits_mean"] for _, report in answers if report["bits_mean"]]
     late = seconds[min(len(seconds) * 95 // 100, len(seconds) - 1)]
     return {
         "way": way,
@@ -123,7 +123,7 @@ def _row(
         "ttft_ms": round(median * 1e3, 1),
         "p95_ms": round(late * 1e3, 1),
         "tokens_per_s": round(rate * len(answers) / sum(seconds)),
-        "read_mb": round(statistics.mean(own["ssd_bytes"] for _, own in answers) / 1e6, 2),
+        "read_mb": round(statistics.mean(report["ssd_bytes"] for _, report in answers) / 1e6, 2),
         "bits": round(statistics.mean(bits), 2) if bits else None,
         "ratio": round(computed / median, 2),
     }
@@ -163,7 +163,7 @@ def _removing(server: Server, salt: str) -> Iterator[None]:
         finally:
             try:
                 salts = (salt, f"{salt}-computed", f"{salt}-first")
-                gone = [server.order("purge", {"cache_salt": own})["segments"] for own in salts]
+                gone = [server.order("purge", {"cache_salt": salt})["segments"] for salt in salts]
                 told = f"removed what was stored: {sum(gone)} segments"
             except (Refused, Unreachable) as error:
                 purge = f"impress purge --cache-salt {salt}"

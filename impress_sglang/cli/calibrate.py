@@ -77,7 +77,7 @@ def calibrated(
     prompts: Prompts, ids: Mapping[str, Sequence[int]], tp_sizes: Sequence[int] = (1,)
 ) -> list[list[Basis]]:
     """Fit bases of all `RATES` by tokens of each kind of text: for each size, of each rank."""
-    short = [kind for kind, own in ids.items() if len(own) < 2 * _LEAST_TOKENS]
+    short = [kind for kind, tokens in ids.items() if len(tokens) < 2 * _LEAST_TOKENS]
     if short:
         raise Refused(f"texts with fewer than {2 * _LEAST_TOKENS} tokens: {', '.join(short)}")
     heads = prompts.num_kv_heads
@@ -85,8 +85,8 @@ def calibrated(
         # More ranks have some heads in common.
         if size < 1 or max(size, heads) % min(size, heads):
             raise Refused(f"{size} ranks cannot share {heads} KV heads")
-    first = {kind: own[: len(own) // 2] for kind, own in ids.items()}
-    second = {kind: own[len(own) // 2 :] for kind, own in ids.items()}
+    first = {kind: tokens[: len(tokens) // 2] for kind, tokens in ids.items()}
+    second = {kind: tokens[len(tokens) // 2 :] for kind, tokens in ids.items()}
     sample = _Sample(prompts)
     sample.read(first)
     features = sum(heads * dim for heads, dim in sample.moments.shapes)
@@ -101,32 +101,32 @@ def calibrated(
     sample.read(second)
     whole = sample.bases(sizes, prompts.name())
     for size, bases in checked.items():
-        lost: dict[str, dict[str, float]] = {f"{own:g}": {} for own in RATES}
+        lost: dict[str, dict[str, float]] = {f"{rate:g}": {} for rate in RATES}
         for kind, tokens in second.items():
-            for own in RATES:
-                _tell(f"judging {kind} in the place of {own:g} bits, --tp-size {size}")
-                loss = prompts.divergence(tokens, [basis.keeping(own) for basis in bases])
-                lost[f"{own:g}"][kind] = round(loss, 6)
+            for rate in RATES:
+                _tell(f"judging {kind} in the place of {rate:g} bits, --tp-size {size}")
+                loss = prompts.divergence(tokens, [basis.keeping(rate) for basis in bases])
+                lost[f"{rate:g}"][kind] = round(loss, 6)
         notes = {
             "texts": hashlib.sha256(repr(sorted(ids.items())).encode()).hexdigest()[:16],
             "metric": "fish",
             "tokens": sample.moments.count,
             "kl": lost,
         }
-        whole[size] = [dataclasses.replace(own, notes=notes) for own in whole[size]]
+        whole[size] = [dataclasses.replace(basis, notes=notes) for basis in whole[size]]
     return list(whole.values())
 
 
 def _told(bases: Sequence[Basis]) -> dict[str, Any]:
     """What is said of the bases of all ranks, for each rate."""
-    features = sum(heads * dim for own in bases for heads, dim in own.shapes)
+    features = sum(heads * dim for basis in bases for heads, dim in basis.shapes)
     exact, found = features * bases[0].num_layers * _BITS / 8, {}
     for keeps in RATES:
         kept = [basis.keeping(keeps) for basis in bases]
-        size = sum(own.token_bytes for own in kept)
+        size = sum(basis.token_bytes for basis in kept)
         found[f"bits_{keeps:g}"] = {
-            "digest": " ".join(own.digest for own in kept),
-            "rate": round(sum(own.rate for own in kept) / len(kept), 3),
+            "digest": " ".join(basis.digest for basis in kept),
+            "rate": round(sum(basis.rate for basis in kept) / len(kept), 3),
             "token_bytes": size,
             "share": round(size / exact, 4),
             "kl": bases[0].notes["kl"][f"{keeps:g}"],
@@ -155,13 +155,13 @@ class _Sample:
             self.moments.add(kvs)
             layers = range(len(kvs))
             found = [[_products([draw[i][j] for draw in draws]) for j in range(2)] for i in layers]
-            sizes = [own.diagonal(dim1=1, dim2=2).sum() for layer in found for own in layer]
+            sizes = [matrix.diagonal(dim1=1, dim2=2).sum() for layer in found for matrix in layer]
             size = torch.stack(sizes).log2().mean().exp2()
             if not self._metric:
-                self._metric = [[torch.zeros_like(own) for own in layer] for layer in found]
+                self._metric = [[torch.zeros_like(matrix) for matrix in layer] for layer in found]
             for sums, layer in zip(self._metric, found, strict=True):
-                for to, own in zip(sums, layer, strict=True):
-                    to += own / size
+                for to, matrix in zip(sums, layer, strict=True):
+                    to += matrix / size
 
     def bases(self, sizes: Sequence[int], model: str = "") -> dict[int, list[Basis]]:
         """For each size a basis for each of so many ranks, all as good as that for all heads."""
@@ -171,9 +171,9 @@ class _Sample:
         for ranks in sizes:
             found[ranks], count = [], heads // ranks
             for rank in range(ranks):
-                own = slice(rank * count, (rank + 1) * count)
-                costs = [[of[own] for of in layer] for layer in metric]
-                solved = whole if ranks == 1 else Fit(self.moments.of_heads(own), costs)
+                heads_of_rank = slice(rank * count, (rank + 1) * count)
+                costs = [[of[heads_of_rank] for of in layer] for layer in metric]
+                solved = whole if ranks == 1 else Fit(self.moments.of_heads(heads_of_rank), costs)
                 found[ranks].append(solved.basis(least, model=model, part=(rank, ranks)))
         return found
 
@@ -185,7 +185,7 @@ class Prompts:
         """Take a causal model; `Refused`, if it has no rotary embeddings."""
         self._model = model
         self._generator = torch.Generator(model.device).manual_seed(_SEED)
-        found = [own for name, own in model.named_modules() if name.endswith("rotary_emb")]
+        found = [module for name, module in model.named_modules() if name.endswith("rotary_emb")]
         if not found:
             raise Refused(f"{type(model).__name__} has no rotary embeddings")
 
@@ -216,7 +216,7 @@ class Prompts:
         """
         held = _held(ids)
         keys, values = self._prefix(ids[:held])
-        leaves = [own.requires_grad_() for own in (*keys, *values)]
+        leaves = [tensor.requires_grad_() for tensor in (*keys, *values)]
         with torch.enable_grad():
             logits, after = self._follow(keys, values, ids[held:])
             logp = logits.log_softmax(-1)
@@ -226,9 +226,9 @@ class Prompts:
                 told, more = logp.gather(1, drawn).sum(), draw < _DRAWS - 1
                 slopes.append(torch.autograd.grad(told, leaves, retain_graph=more))
         layers = len(keys)
-        kvs = [(own.keys.detach(), own.values.detach()) for own in after.layers]
+        kvs = [(layer.keys.detach(), layer.values.detach()) for layer in after.layers]
         return self._unturned(kvs, ids), [
-            self._unturned(zip(own[:layers], own[layers:], strict=True)) for own in slopes
+            self._unturned(zip(slope[:layers], slope[layers:], strict=True)) for slope in slopes
         ]
 
     @torch.no_grad()
@@ -245,7 +245,7 @@ class Prompts:
             heads = slice(begin, begin := begin + basis.shapes[0][0])
             parts.append(coded_kvs(basis, [(k[:, heads], v[:, heads]) for k, v in kvs]))
         coded = [
-            [torch.cat(own, 1) for own in zip(*layer, strict=True)]
+            [torch.cat(part, 1) for part in zip(*layer, strict=True)]
             for layer in zip(*parts, strict=True)
         ]
         turned = [self.turned(k, back=False).transpose(0, 1)[None] for k, _ in coded]
@@ -259,7 +259,7 @@ class Prompts:
 
         cache = DynamicCache()
         self._model(self._batch(ids), past_key_values=cache, logits_to_keep=1)
-        return [own.keys for own in cache.layers], [own.values for own in cache.layers]
+        return [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
 
     def _follow(
         self, keys: Sequence[Tensor], values: Sequence[Tensor], ids: Sequence[int]
@@ -282,7 +282,7 @@ class Prompts:
         ]
         if ids is not None:
             keys = found[0][0]
-            same = torch.tensor([ids.index(own) for own in ids], device=keys.device)
+            same = torch.tensor([ids.index(kind) for kind in ids], device=keys.device)
             if (keys - keys[same]).abs().max() > _TURNED_ERROR * keys.abs().max():
                 raise Refused(f"{type(self._model).__name__} rotates keys in an unknown way")
         return found
@@ -299,10 +299,10 @@ def coded_kvs(basis: Basis, layers: KVs) -> KVs:
     below, found = None, []
     for layer, exact in enumerate(layers):
         # The coder's loops are for a CPU.
-        _, below = encode_layer(basis, layer, below, [own.cpu() for own in exact])
+        _, below = encode_layer(basis, layer, below, [x.cpu() for x in exact])
         keys, values = (
-            torch.cat([x[:SINK_TOKENS], own[SINK_TOKENS:].to(x.device)])
-            for own, x in zip(kvs_of(basis, layer, below), exact, strict=True)
+            torch.cat([x[:SINK_TOKENS], coded[SINK_TOKENS:].to(x.device)])
+            for coded, x in zip(kvs_of(basis, layer, below), exact, strict=True)
         )
         found.append((keys, values))
     return found
@@ -310,7 +310,7 @@ def coded_kvs(basis: Basis, layers: KVs) -> KVs:
 
 def _products(draws: Sequence[Tensor]) -> Tensor:
     """Sums over tokens, but for the first of each, of products in each head: float64 [G, D, D]."""
-    heads = torch.cat([own[SINK_TOKENS:] for own in draws]).transpose(0, 1)
+    heads = torch.cat([draw[SINK_TOKENS:] for draw in draws]).transpose(0, 1)
     return (heads.mT @ heads).double()
 
 
@@ -323,8 +323,8 @@ def _read(texts: Sequence[Path]) -> dict[str, str]:
     """Texts by their kinds, the stems of their names."""
     found: dict[str, str] = {}
     folder = resources.files("impress_sglang.codes.rows") / "texts"
-    bundled: Iterable[Any] = (own for own in folder.iterdir() if own.name.endswith(".txt"))
-    for path in texts or sorted(bundled, key=lambda own: own.name):
+    bundled: Iterable[Any] = (path for path in folder.iterdir() if path.name.endswith(".txt"))
+    for path in texts or sorted(bundled, key=lambda path: path.name):
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:

@@ -57,7 +57,7 @@ def stat(root: Path) -> list[Row]:
             sizes, entries = _sizes(path), _entries(path)
             row: Row = {"store": path.name, "segments": len(sizes), "bytes": sum(sizes)}
             row["quarantined"] = len(quarantined_files(FILES, path))
-            row["tokens"] = sum(len(own.info.prompt_tokens) for own in entries)
+            row["tokens"] = sum(len(segment.info.prompt_tokens) for segment in entries)
             found.append(row)
     return found
 
@@ -68,18 +68,18 @@ def ls(root: Path) -> list[Row]:
     for path in stores_in(root):
         with _locked(path):
             entries = _entries(path)
-        entries.sort(key=lambda own: (-own.last_access, own.segment_id))
-        for own in entries:
+        entries.sort(key=lambda segment: (-segment.last_access, segment.segment_id))
+        for segment in entries:
             row = {
                 "store": path.name,
-                "segment": own.segment_id,
-                "namespace": own.info.namespace,
-                "from_token": own.info.prefix_len,
-                "tokens": len(own.info.prompt_tokens),
-                "bytes": own.file_bytes,
-                "hits": own.hits,
-                "priority": own.info.priority.name.lower(),
-                "exact": not own.info.quality.depth,
+                "segment": segment.segment_id,
+                "namespace": segment.info.namespace,
+                "from_token": segment.info.prefix_len,
+                "tokens": len(segment.info.prompt_tokens),
+                "bytes": segment.file_bytes,
+                "hits": segment.hits,
+                "priority": segment.info.priority.name.lower(),
+                "exact": not segment.info.quality.depth,
             }
             found.append(row)
     return found
@@ -90,10 +90,10 @@ def verify(root: Path) -> list[Row]:
     wrong = []
     for path in stores_in(root):
         with _locked(path):
-            for name, own, finished in segment_files(FILES, path):
+            for name, file, finished in segment_files(FILES, path):
                 try:
                     if finished:
-                        check_file(Path(own))
+                        check_file(Path(file))
                 except PrefixUnreadable as error:
                     wrong.append({"store": path.name, "segment": name, "error": str(error)})
     return wrong
@@ -124,8 +124,8 @@ def gc(root: Path) -> list[Row]:
             if format_of(FILES, path) == FORMAT_VERSION:
                 with opened(path) as store:
                     store.expire(time.time(), len(store.tree))
-                for own in quarantined_files(FILES, path):
-                    FILES.unlink(own)
+                for file in quarantined_files(FILES, path):
+                    FILES.unlink(file)
             after = _sizes(path, all_files=True)
         gone = {"files": len(before) - len(after), "bytes": sum(before) - sum(after)}
         rows.append({"store": path.name, **gone})
@@ -143,16 +143,16 @@ def order(root: Path, verb: str, which: Which) -> list[Row]:
         if not found:
             raise Refused(f"there is no segment {which['segment']}")
         if verb == "unpin":
-            counts = {own: store.pins.unpin(*place) for own, (store, place) in found.items()}
-            return [{"store": own, "unpinned": count} for own, count in counts.items()]
+            counts = {name: store.pins.unpin(*place) for name, (store, place) in found.items()}
+            return [{"store": name, "unpinned": count} for name, count in counts.items()]
         if verb == "purge":
             age = which.get("older_than")
-            return [{"store": own, **_purge(*found[own], age)} for own in found]
-        refusals = {own: store.pins.pin(*place) for own, (store, place) in found.items()}
+            return [{"store": name, **_purge(*found[name], age)} for name in found]
+        refusals = {name: store.pins.pin(*place) for name, (store, place) in found.items()}
         if None not in refusals.values():
             raise Refused("; ".join(map(str, refusals.values())))
-        pinned = [own for own, refusal in refusals.items() if refusal is None]
-        return [{"store": own, **found[own][0].pins.summary()} for own in pinned]
+        pinned = [name for name, refusal in refusals.items() if refusal is None]
+        return [{"store": name, **found[name][0].pins.summary()} for name in pinned]
 
 
 def stores_in(root: Path) -> list[Path]:
@@ -223,7 +223,7 @@ def place_of(store: PrefixStore, which: Which) -> tuple[str | None, Tokens | Non
     if "input_ids" in which:
         ids = which["input_ids"]
         whole = len(ids) // BLOCK_TOKENS * BLOCK_TOKENS
-        if not whole or not all(0 <= own < 2**31 for own in ids):
+        if not whole or not all(0 <= token < 2**31 for token in ids):
             raise Refused(f"a prefix has at least {BLOCK_TOKENS} tokens, ids from 0 to 2^31")
         return name, np.array(ids[:whole], np.int32)
     if not {"extra_key", "cache_salt"} & which.keys():
@@ -251,9 +251,9 @@ def _remove(path: Path) -> None:
 
 def _sizes(path: Path, *, all_files: bool = False) -> list[int]:
     """Bytes of the files of segments, with `all_files` also of those in quarantine."""
-    files = (own for _, own, _ in segment_files(FILES, path))
+    files = (file for _, file, _ in segment_files(FILES, path))
     aside = quarantined_files(FILES, path) if all_files else ()
-    return [FILES.stat(own).st_size for own in (*files, *aside)]
+    return [FILES.stat(file).st_size for file in (*files, *aside)]
 
 
 def _entries(path: Path) -> list[StoredSegment]:

@@ -165,21 +165,21 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = top.add_subparsers(dest="command", required=True)
     for name, (where, told, options) in COMMANDS.items():
-        own = commands.add_parser(name, help=told, description=told[0].upper() + told[1:] + ".")
-        own.add_argument("--json", action="store_true", help="print JSON")
+        command = commands.add_parser(name, help=told, description=told[0].upper() + told[1:] + ".")
+        command.add_argument("--json", action="store_true", help="print JSON")
         if "--dir" in where:
             default = None if "--url" in where else DEFAULT_SSD_DIR
             instead = f"default: {default}" if default else "in place of a server"
             shown = f"an --impress-ssd-dir that no server uses; {instead}"
-            own.add_argument("--dir", type=Path, default=default, help=shown)
+            command.add_argument("--dir", type=Path, default=default, help=shown)
         if "--url" in where:
             key = os.environ.get(KEY_VARIABLE)
-            own.add_argument("--url", default=URL, help=f"running server; default: {URL}")
-            own.add_argument("--key", default=key, help=f"default: {KEY_VARIABLE}")
+            command.add_argument("--url", default=URL, help=f"running server; default: {URL}")
+            command.add_argument("--key", default=key, help=f"default: {KEY_VARIABLE}")
         named = _WHICH if "--ids" in dict(options) else ()
-        which = own.add_mutually_exclusive_group(required=name in _ONE) if named else own
+        which = command.add_mutually_exclusive_group(required=name in _ONE) if named else command
         for option, how in options:
-            (which if option in named else own).add_argument(option, **how)
+            (which if option in named else command).add_argument(option, **how)
     return top
 
 
@@ -243,7 +243,7 @@ def _carry_out(args: argparse.Namespace) -> Any:
             return server.order("purge", {"all": True})
     found = server.order(args.command, _prefix_of(args))
     if isinstance(found, list):
-        return [{"file": str(own), **row} for own, row in zip(args.file, found, strict=True)]
+        return [{"file": str(path), **row} for path, row in zip(args.file, found, strict=True)]
     return found
 
 
@@ -259,13 +259,13 @@ def _prefix_of(args: argparse.Namespace) -> dict[str, Any]:
     names = ("text", "extra_key", "cache_salt", "segment", "older_than")
     body = {name: told[name] for name in names if told.get(name) is not None}
     if isinstance(told.get("file"), list):
-        texts = [_read(own) for own in args.file]
+        texts = [_read(path) for path in args.file]
         body |= {"text": texts[0]} if len(texts) == 1 else {"texts": texts}
     elif told.get("file") is not None:
         body["text"] = _read(args.file)
     if told.get("ids") is not None:
         try:
-            body["input_ids"] = [int(own) for own in args.ids.split(",")]
+            body["input_ids"] = [int(number) for number in args.ids.split(",")]
         except ValueError as error:
             raise Refused(f"--ids must be numbers with commas between them: {error}") from error
     # An age alone means all prefixes of that age.
@@ -281,8 +281,8 @@ def _listed(overview: Mapping[str, Any]) -> list[dict[str, Any]]:
     names = "segment namespace from_token tokens ssd_bytes hits priority exact"
     return [
         {"store": stats["identity"]}
-        | {name.removeprefix("ssd_"): own[name] for name in names.split()}
-        for own in found
+        | {name.removeprefix("ssd_"): row[name] for name in names.split()}
+        for row in found
     ]
 
 
@@ -309,7 +309,7 @@ def _as_text(found: Any) -> str:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    cells = [list(rows[0]), *([_cell(own) for own in row.values()] for row in rows)]
+    cells = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = (" ".join(map(str.ljust, row, widths)) for row in cells)
     return "\n".join(line.rstrip() for line in lines)
@@ -317,5 +317,5 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _cell(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_cell(own)}" for name, own in value.items()) or "none"
+        return ", ".join(f"{name} {_cell(count)}" for name, count in value.items()) or "none"
     return f"{value:,}" if type(value) is int else str(value)

@@ -42,7 +42,7 @@ def plan(args: Namespace) -> dict[str, Any]:
             raise Refused(str(error)) from error
     shape = replace(shape, exact=args.keep != CODES)
     layout = SegmentLayout(shape, ImpressConfig().chunk_tokens, tokens, 0)
-    read = sum(own.num_bytes for own in layout.codes)
+    read = sum(part.num_bytes for part in layout.codes)
     exact = tokens * shape.num_layers * shape.token_bytes
     stored = layout.file_bytes
     return {

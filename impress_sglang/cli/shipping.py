@@ -66,7 +66,7 @@ def export(root: Path, which: Which, path: Path, name: str | None) -> Row:
     Without a prefix that is the whole namespace; with one, what is stored of the prefix and what
     that builds on. `name` names the store, if there are several.
     """
-    stores = {own.name: own for own in stores_in(root)}
+    stores = {path.name: path for path in stores_in(root)}
     if name is None and len(stores) == 1:
         (name,) = stores
     if name not in stores:
@@ -83,7 +83,7 @@ def export(root: Path, which: Which, path: Path, name: str | None) -> Row:
             raise Refused(f"{error}, so nothing is exported: see impress verify") from error
         except OSError as error:
             raise Unreachable(f"{path} cannot be written: {error}") from error
-    tokens = sum(len(own.info.prompt_tokens) for own in chosen)
+    tokens = sum(len(segment.info.prompt_tokens) for segment in chosen)
     return {"store": name, "segments": len(chosen), "tokens": tokens, "bytes": num_bytes}
 
 
@@ -99,7 +99,7 @@ def import_(root: Path, which: Which, path: Path) -> Row:
     if told["namespace"] != _keyed(told["key"], namespace):
         raise Refused("it belongs to another namespace: give its --extra-key and --cache-salt")
     with contextlib.suppress(Unreachable):
-        names = [own.name for own in stores_in(root)]
+        names = [path.name for path in stores_in(root)]
         if first.identity not in names:
             raise Refused(
                 f"{path} is of the model identity {first.identity}, and here are stores of "
@@ -108,15 +108,15 @@ def import_(root: Path, which: Which, path: Path) -> Row:
     with opened(root / first.identity) as store:
         now, name = time.time(), store.namespace(namespace)
         new, copied, num_bytes = list[tuple[StoredSegment, Tokens]](), 0, 0
-        for own in exported.segments():
-            info, prompt = own.info, own.prompt()
+        for header in exported.segments():
+            info, prompt = header.info, header.prompt()
             match = store.tree.match(name, prompt, least=info.quality)
             if not 0 < info.expires <= now and match.num_tokens < len(prompt):
                 before = prompt[: info.prefix_len]
                 digest = prefix_digest(name, before)
                 here = dataclasses.replace(info, namespace=name, prefix_digest=digest)
-                new.append((StoredSegment(here, own.file_bytes), before))
-        needed = sum(own.file_bytes for own, _ in new)
+                new.append((StoredSegment(here, header.file_bytes), before))
+        needed = sum(segment.file_bytes for segment, _ in new)
         left = FILES.free_bytes(root) - bytes_of(ImpressConfig().min_free_gb)
         if new and needed > left:
             raise Refused(
@@ -165,13 +165,13 @@ def _read(path: Path) -> tuple[dict[str, Any], StoredTree]:
 def _write(path: Path, namespace: str, store: PrefixStore, chosen: list[StoredSegment]) -> int:
     """Copy files of segments into a new folder, which is whole or not there; returns its bytes."""
     folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=path.name))
-    numbers = {own: number for number, own in enumerate(chosen)}
+    numbers = {segment: number for number, segment in enumerate(chosen)}
     # Who knows the namespace can recognise it.
     key = secrets.token_hex(16)
     try:
-        for own in chosen:
+        for segment in chosen:
             # Another server may have just removed one of its own.
-            source = store.segment_path(own.segment_id, own.home)
+            source = store.segment_path(segment.segment_id, segment.home)
             check_file(source)
             shutil.copyfile(source, folder / source.name)
         contents = {
@@ -179,8 +179,8 @@ def _write(path: Path, namespace: str, store: PrefixStore, chosen: list[StoredSe
             "key": key,
             "namespace": _keyed(key, namespace),
             "segments": [
-                (own.segment_id, None if own.parent is None else numbers[own.parent])
-                for own in chosen
+                (segment.segment_id, None if segment.parent is None else numbers[segment.parent])
+                for segment in chosen
             ],
         }
         (folder / CONTENTS).write_text(json.dumps(contents), encoding="utf-8")
@@ -188,7 +188,7 @@ def _write(path: Path, namespace: str, store: PrefixStore, chosen: list[StoredSe
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    return sum(own.stat().st_size for own in path.iterdir())
+    return sum(path.stat().st_size for path in path.iterdir())
 
 
 def _copy(path: Path, store: PrefixStore, new: StoredSegment) -> None:
@@ -223,7 +223,7 @@ def _chosen(store: PrefixStore, which: Which) -> list[StoredSegment]:
         if match.num_tokens < len(tokens):
             raise Refused(f"{match.num_tokens} of its {len(tokens)} tokens are stored")
         found = [span.segment for span in match.spans]
-    return sorted(found, key=lambda own: own.info.prefix_len)
+    return sorted(found, key=lambda segment: segment.info.prefix_len)
 
 
 def _file_of(segment_id: str) -> str:

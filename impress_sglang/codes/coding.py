@@ -43,10 +43,13 @@ def words_of(rows: Rows) -> Iterator[tuple[list[Any], Any]]:
     """
     *pools, slots = rows
     dtype = pools[0].dtype
-    if dtype in _WORDS and all(own.dtype == dtype and own.is_contiguous() for own in pools):
-        yield [own.view(_WORDS[dtype]).numpy() for own in pools], slots.numpy()
+    if dtype in _WORDS and all(pool.dtype == dtype and pool.is_contiguous() for pool in pools):
+        yield [pool.view(_WORDS[dtype]).numpy() for pool in pools], slots.numpy()
         return
-    between = [torch.empty(len(slots), *own.shape[1:]) for own in pools]
-    yield [own.view(torch.uint32).numpy() for own in between], torch.arange(len(slots)).numpy()
-    for pool, own in zip(pools, between, strict=True):
-        pool[slots] = own.to(pool.dtype)
+    between = [torch.empty(len(slots), *pool.shape[1:]) for pool in pools]
+    yield (
+        [buffer.view(torch.uint32).numpy() for buffer in between],
+        torch.arange(len(slots)).numpy(),
+    )
+    for pool, buffer in zip(pools, between, strict=True):
+        pool[slots] = buffer.to(pool.dtype)

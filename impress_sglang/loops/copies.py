@@ -19,7 +19,7 @@ if importlib.util.find_spec("numba"):
         """Copy bytes from one address to another."""
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            to, of = (builder.inttoptr(own, cgutils.voidptr_t) for own in arguments[:2])
+            to, of = (builder.inttoptr(argument, cgutils.voidptr_t) for argument in arguments[:2])
             cgutils.raw_memcpy(builder, to, of, arguments[2], 1)
             return context.get_dummy_value()
 

@@ -74,11 +74,11 @@ def restore_keys(
     while place < len(slots):
         group, token = divmod(first + place, GROUP_TOKENS)
         count = min(GROUP_TOKENS - token, len(slots) - place)
-        own, begin = groups[group], np.uint64(columns)
+        codes, begin = groups[group], np.uint64(columns)
         for head in range(heads):
             filled = np.uint64(0)
             for channel in range(np.uint64(dim)):
-                kept = own[pairs + head * dim + channel]
+                kept = codes[pairs + head * dim + channel]
                 # Without a branch, which would be unpredictable.
                 targets[filled] = channel
                 filled += np.uint64(kept > 0)
@@ -90,9 +90,9 @@ def restore_keys(
             for line in range(np.uint64(_QUARTER)):
                 source, target = begin + line * np.uint64(num_pairs), line * np.uint64(dim)
                 for pair in range(filled):
-                    spread[target + targets[pair]] = own[source + pair]
+                    spread[target + targets[pair]] = codes[source + pair]
             begin += filled
-            _put_upper(own, np.uint64(upper + head * _HALF * dim), rows)
+            _put_upper(codes, np.uint64(upper + head * _HALF * dim), rows)
             for part in range(np.uint64(4)):
                 shift, to = np.uint8(np.uint64(2) * part), part * size
                 for byte in range(size):
@@ -140,14 +140,14 @@ def restore_values(
     while place < len(slots):
         group, token = divmod(first + place, GROUP_TOKENS)
         count = min(GROUP_TOKENS - token, len(slots) - place)
-        own = groups[group]
+        codes = groups[group]
         for head in range(heads):
-            _put_upper(own, np.uint64(upper + head * _HALF * dim), rows)
+            _put_upper(codes, np.uint64(upper + head * _HALF * dim), rows)
             begin = np.uint64(more) + np.uint64(head) * size
             for part in range(np.uint64(8 // more_bits)):
                 shift, to = np.uint8(part * np.uint64(more_bits)), part * size
                 for byte in range(size):
-                    rows[to + byte] |= (own[begin + byte] >> shift & mask) << left
+                    rows[to + byte] |= (codes[begin + byte] >> shift & mask) << left
             for inner in range(count):
                 slot, at = slots[place + inner], np.uint64((token + inner) * dim)
                 own_range = first_range + ((token + inner) * heads + head) * 2

@@ -45,10 +45,10 @@ def _rise(heaps: Heaps, row: int, at: int, chunk: int, noted: int) -> None:
     """Put a chunk at this place, or above if it is lower than the chunks there."""
     while at > 1:
         above = at // 2
-        own, own_noted = heaps.members[row, above], heaps.noted[row, above]
-        if not _before(noted, chunk, own_noted, own):
+        parent, parent_noted = heaps.members[row, above], heaps.noted[row, above]
+        if not _before(noted, chunk, parent_noted, parent):
             break
-        _put(heaps, row, at, own, own_noted)
+        _put(heaps, row, at, parent, parent_noted)
         at = above
     _put(heaps, row, at, chunk, noted)
 
@@ -59,14 +59,14 @@ def _sink(heaps: Heaps, row: int, at: int, chunk: int, noted: int) -> None:
     size = heaps.sizes[row]
     while 2 * at <= size:
         child = 2 * at
-        own, own_noted = heaps.members[row, child], heaps.noted[row, child]
+        smaller, smaller_noted = heaps.members[row, child], heaps.noted[row, child]
         if child < size:
             other, other_noted = heaps.members[row, child + 1], heaps.noted[row, child + 1]
-            if _before(other_noted, other, own_noted, own):
-                child, own, own_noted = child + 1, other, other_noted
-        if not _before(own_noted, own, noted, chunk):
+            if _before(other_noted, other, smaller_noted, smaller):
+                child, smaller, smaller_noted = child + 1, other, other_noted
+        if not _before(smaller_noted, smaller, noted, chunk):
             break
-        _put(heaps, row, at, own, own_noted)
+        _put(heaps, row, at, smaller, smaller_noted)
         at = child
     _put(heaps, row, at, chunk, noted)
 

@@ -45,10 +45,10 @@ def compiled(
         # Numba has no public name for the first of these.
         options = {} if makes_arrays else {"_nrt": False, "forceinline": True}
         types = [
-            own
-            if isinstance(own, str)
-            else tuple(_types(one)[0] if isinstance(one, str) else one for one in own)
-            for own in signatures
+            signature
+            if isinstance(signature, str)
+            else tuple(_types(one)[0] if isinstance(one, str) else one for one in signature)
+            for signature in signatures
         ]
         try:
             found = _NUMBA.njit(types, nogil=True, cache=True, **options)(loop)

@@ -121,9 +121,9 @@ def fill(
     numbers, turned = np.empty(len(mean), np.float32), np.empty(len(mean), np.float32)
     words, turned_words = numbers.view(np.uint32), turned.view(np.uint32)
     for token in range(np.uint64(len(product))):
-        own = product[token]
-        for feature in range(len(own)):
-            words[feature] = np.uint32(own[feature]) << np.uint32(16)
+        row = product[token]
+        for feature in range(len(row)):
+            words[feature] = np.uint32(row[feature]) << np.uint32(16)
         for feature in range(len(numbers)):
             numbers[feature] += mean[feature]
         c, s = cos[token], sin[token]
@@ -189,9 +189,9 @@ def quantise(
             start, stop = bounds[group], bounds[group + 1]
             square, peak = 0.0, 0.0
             for place in range(start, stop):
-                own = abs(components[token, place])
-                square += own * own
-                peak = max(peak, own / levels[(np.uint64(2) << np.uint64(bits[place])) - _TWO])
+                size = abs(components[token, place])
+                square += size * size
+                peak = max(peak, size / levels[(np.uint64(2) << np.uint64(bits[place])) - _TWO])
             chosen[token, group] = 0
             if start == stop:
                 continue
@@ -207,15 +207,15 @@ def quantise(
                 last, lost = gain, 0.0
                 factor = gains[gain]
                 for place in range(start, stop):
-                    own = components[token, place]
-                    scaled = own / factor
+                    component = components[token, place]
+                    scaled = component / factor
                     offset = (np.int64(1) << np.int64(bits[place])) - 1
                     bin_ = min(max(np.int64(scaled * BINS + half), 0), 2 * half - 1)
                     code = np.int64(guesses[bits[place], bin_])
                     while scaled > ends[offset + code]:
                         code += 1
                     number = levels[offset + code] * factor
-                    lost += worth[place] * (number - own) ** 2
+                    lost += worth[place] * (number - component) ** 2
                     numbers[place], found[place] = number, code
                 if lost < best:
                     best = lost

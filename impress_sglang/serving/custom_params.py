@@ -44,20 +44,20 @@ LEAST_ROOM = 0.25
 LONGEST_TTL = 1e9
 _RULES = {
     BITS_KEY: Rule(
-        f"{BITS_TEXT}, {EXACTLY!r} or {AUTO!r}", lambda own: is_bits(own) or own == AUTO
+        f"{BITS_TEXT}, {EXACTLY!r} or {AUTO!r}", lambda value: is_bits(value) or value == AUTO
     ),
     BLEND_KEY: Rule(f"a number from 0 to 1, {AUTO!r} or {OFF!r}", is_blend),
     # type() and not isinstance(): True is an int to isinstance.
-    KEEP_KEY: Rule("a number of tokens", lambda own: type(own) is int and own >= 0),
-    PRIORITY_KEY: one_of(tuple(own.name.lower() for own in Priority)),
+    KEEP_KEY: Rule("a number of tokens", lambda value: type(value) is int and value >= 0),
+    PRIORITY_KEY: one_of(tuple(priority.name.lower() for priority in Priority)),
     RETENTION_KEY: Rule(
-        "a number above 0 and at most 1", lambda own: is_number(own) and 0.0 < own <= 1.0
+        "a number above 0 and at most 1", lambda value: is_number(value) and 0.0 < value <= 1.0
     ),
-    STORE_KEY: Rule("true or false", lambda own: type(own) is bool),
+    STORE_KEY: Rule("true or false", lambda value: type(value) is bool),
     TRUNCATE_KEY: Rule(f"a number between 0 and 1, or {OFF!r}", is_truncation),
     TTL_KEY: Rule(
         f"a number of seconds above 0 and at most {LONGEST_TTL:g}",
-        lambda own: is_number(own) and 0.0 < own <= LONGEST_TTL,
+        lambda value: is_number(value) and 0.0 < value <= LONGEST_TTL,
     ),
 }
 
@@ -101,12 +101,12 @@ def params_of(sampling_params: Any) -> dict[str, Any]:
 def load_options_of(sampling_params: Any, config: ImpressConfig) -> LoadOptions:
     """What a request asks for, else the server's defaults; at least its floor of the retention."""
     params = params_of(sampling_params)
-    own, bits = params.get(RETENTION_KEY), params.get(BITS_KEY, config.bits)
-    retention = config.usual_retention if own is None else max(float(own), config.min_retention)
+    share, bits = params.get(RETENTION_KEY), params.get(BITS_KEY, config.bits)
+    retention = config.usual_retention if share is None else max(float(share), config.min_retention)
     return LoadOptions(
         retention,
         number_of_bits(bits),
-        chosen=own is not None,
+        chosen=share is not None,
         auto_bits=bits == AUTO,
         blend=params.get(BLEND_KEY, config.blend),
     )

@@ -109,22 +109,22 @@ class JobQueue(Generic[_Waiter]):
     def blocked(self) -> list[_Waiter]:
         """Those whose jobs wait for room; asked for in each pass, and the queue may be long."""
         return [
-            own
-            for own in self.waiters.values()
-            if own.blocked_at is not None
-            and own.job is not None
-            and own.job.state is JobState.WAITING
+            waiter
+            for waiter in self.waiters.values()
+            if waiter.blocked_at is not None
+            and waiter.job is not None
+            and waiter.job.state is JobState.WAITING
         ]
 
     def join(self, waiter: _Waiter, job: LoadJob) -> None:
         """Let a request wait for a new job, or for another one that brings the beginning of it."""
         assert waiter.job is None
-        own, waiter.common = overlapping(self.jobs, job, self._least)
-        waiter.leads = own is job
+        joined, waiter.common = overlapping(self.jobs, job, self._least)
+        waiter.leads = joined is job
         if waiter.leads:
             self.jobs.append(job)
-        waiter.job = own
-        own.waiters.append(waiter)
+        waiter.job = joined
+        joined.waiters.append(waiter)
         self.waiters[waiter.rid] = waiter
 
     def leave(self, waiter: _Waiter) -> None:
@@ -319,16 +319,16 @@ class JobQueue(Generic[_Waiter]):
 def overlapping(jobs: Sequence[LoadJob], job: LoadJob, least: int) -> tuple[LoadJob, int]:
     """A job that brings at least the `least` first tokens of a new one, and up to which of its
     tokens; else the new one itself."""
-    for own in jobs:
+    for other in jobs:
         # One that waits will begin behind what is resident then.
-        late = own.state is not JobState.WAITING and own.start > job.start
-        if own.space != job.space or own.revoked or late:
+        late = other.state is not JobState.WAITING and other.start > job.start
+        if other.space != job.space or other.revoked or late:
             continue
-        common = min(own.stop, job.stop)
+        common = min(other.stop, job.stop)
         if common - job.start < least:
             continue
-        differ = (own.tokens[:common] != job.tokens[:common]).nonzero()[0]
+        differ = (other.tokens[:common] != job.tokens[:common]).nonzero()[0]
         common = int(differ[0]) if len(differ) else common
         if common - job.start >= least:
-            return own, common
+            return other, common
     return job, job.stop

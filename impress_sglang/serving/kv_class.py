@@ -53,11 +53,11 @@ class KVClass:
         return Quality(depth, self.bits, self.share)
 
 
-def marked(extra_key: str | None, own: KVClass, usual: KVClass) -> str | None:
+def marked(extra_key: str | None, kv_class: KVClass, usual: KVClass) -> str | None:
     """The `extra_key` of a class in SGLang's tree; different for different arguments."""
-    if own == usual and not (extra_key or "").startswith(_MARK):
+    if kv_class == usual and not (extra_key or "").startswith(_MARK):
         return extra_key
-    return f"{_MARK}{own.name}" + ("" if extra_key is None else f"|{extra_key}")
+    return f"{_MARK}{kv_class.name}" + ("" if extra_key is None else f"|{extra_key}")
 
 
 def unmarked(key: str | None) -> str | None:

@@ -231,7 +231,7 @@ class LoadJob:
             return
         assert self.rows is not None
         spans = self.behind or self.match.slice(self.stop - len(self.rows), self.stop)
-        if any(own.segment.info.windows_from > own.start for own in spans):
+        if any(span.segment.info.windows_from > span.start for span in spans):
             # Another rank can go on behind fewer tokens than this one.
             raise PrefixUnreadable("", "its windows are gone")
         source = self.store.segments.open(spans, exact=self.kv_class.exact)
@@ -337,15 +337,15 @@ class JobLoader:
                 if self._stream is not None:
                     self._stream.wait_event(job.after)
                 job.stream = self._stream
-                for own, slots, after in reads:
+                for source, slots, after in reads:
                     try:
-                        job.store.ahead.join(own)
-                        for layer in range(own.layer + 1, own.num_layers):
-                            self._load_layer(layer, job, own, slots, after)
+                        job.store.ahead.join(source)
+                        for layer in range(source.layer + 1, source.num_layers):
+                            self._load_layer(layer, job, source, slots, after)
                             self._open(others)
                     finally:
-                        job.store.close_source(own)
-                        job.reads.add(own.stats)
+                        job.store.close_source(source)
+                        job.reads.add(source.stats)
             self._end(job, JobState.LOADED)
 
     @contextlib.contextmanager

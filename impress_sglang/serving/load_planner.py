@@ -87,7 +87,7 @@ class LoadPlanner:
             # Some may be inside a page: its size was another one.
             ends = self._service.store.tree.states_in(match)
             usable = next(
-                (own for own in ends if own <= usable and own == self.whole_pages(own)), 0
+                (end for end in ends if end <= usable and end == self.whole_pages(end)), 0
             )
         return usable
 
@@ -96,25 +96,25 @@ class LoadPlanner:
         return self._service.store.tree.state_behind(match) if self.states else ()
 
     def plan(
-        self, namespace: str, space: Space, tokens: Tokens, resident_len: int, own: KVClass
+        self, namespace: str, space: Space, tokens: Tokens, resident_len: int, kv_class: KVClass
     ) -> LoadJob | None:
         """A job that would load what is stored of a prompt; None if nothing is.
 
         `tokens`: the prompt without its last token; `resident_len`: how many of them are resident.
         """
-        match = self.match(namespace, tokens, self._service.least_of(own))
+        match = self.match(namespace, tokens, self._service.least_of(kv_class))
         stop = match.num_tokens
         if stop - resident_len < self._config.min_prefix_tokens:
             return None
         spans, state = match.slice(resident_len, stop), self.behind(match)
         store = self._service.store
-        if not store.segments.can_read((*spans, *state), in_codes=not own.exact):
+        if not store.segments.can_read((*spans, *state), in_codes=not kv_class.exact):
             return None
-        estimate = self._estimate(spans, resident_len, len(tokens) + 1, own, state)
+        estimate = self._estimate(spans, resident_len, len(tokens) + 1, kv_class, state)
         loads = self._config.load == "always" or estimate.loads_faster()
         kept = tokens[: stop + self._pairs]
         rest = estimate, int(self._pairs), state, loads
-        return LoadJob(store, own, space, kept, match, resident_len, *rest)
+        return LoadJob(store, kv_class, space, kept, match, resident_len, *rest)
 
     def cut(self, job: LoadJob, stop: int) -> LoadJob:
         """The first tokens of a job that was planned; its estimate stays that of all."""
@@ -131,16 +131,16 @@ class LoadPlanner:
         bits which takes hardly longer than the faster one.
         """
         classes = (KVClass(), least)
-        longest = max(classes, key=lambda own: resident.get(own, 0))
+        longest = max(classes, key=lambda kv_class: resident.get(kv_class, 0))
         if resident.get(longest, 0) >= self._config.min_prefix_tokens:
             return longest
         found: dict[KVClass, Estimate] = {}
-        for own in classes:
-            match = self.match(namespace, tokens, self._service.least_of(own))
+        for kv_class in classes:
+            match = self.match(namespace, tokens, self._service.least_of(kv_class))
             if match.num_tokens < self._config.min_prefix_tokens:
                 continue
-            if self._service.store.segments.can_read(match.spans, in_codes=not own.exact):
-                found[own] = self._estimate(match.spans, 0, len(tokens) + 1, own)
+            if self._service.store.segments.can_read(match.spans, in_codes=not kv_class.exact):
+                found[kv_class] = self._estimate(match.spans, 0, len(tokens) + 1, kv_class)
         return list(found)[most_of(list(found.values()))] if found else least
 
     def _estimate(
@@ -148,20 +148,22 @@ class LoadPlanner:
         spans: tuple[StoredSpan, ...],
         start: int,
         total: int,
-        own: KVClass,
+        kv_class: KVClass,
         state: tuple[StoredSpan, ...] = (),
     ) -> Estimate:
         segments, count = self._service.store.segments, sum(map(len, spans))
-        num_bytes = segments.bytes_to_read(spans, codes=not own.exact)
+        num_bytes = segments.bytes_to_read(spans, codes=not kv_class.exact)
         if self._windows is not None:
             # Of layers with windows only the last tokens are read.
-            size = functools.partial(spans[0].segment.info.geometry.num_bytes, codes=not own.exact)
+            size = functools.partial(
+                spans[0].segment.info.geometry.num_bytes, codes=not kv_class.exact
+            )
             share = size(slice(self._windows.first, None)) / size()
             num_bytes *= 1.0 - share * max(1.0 - self._windows.window / count, 0.0)
         num_bytes += segments.bytes_to_read(state, codes=False)
         work = RequestLengths(start, count, total - start - count)
         io = segments.seconds_to_read(num_bytes)
-        return self._service.estimator.estimate(work, io, own.bits)
+        return self._service.estimator.estimate(work, io, kv_class.bits)
 
     def explain(
         self,
@@ -247,7 +249,7 @@ class LoadPlanner:
         known = store.tree.match(name, tokens, least=ANYTHING, only_ready=False)
         if known.num_tokens - have >= least:
             ends = itertools.accumulate(map(len, known.spans))
-            beyond = next(own for own, end in zip(known.spans, ends, strict=True) if end > have)
+            beyond = next(span for span, end in zip(known.spans, ends, strict=True) if end > have)
             if (reason := _UNREADY.get(beyond.segment.state)) is not None:
                 return reason, ""
         loss = store.losses.find(name, tokens, have)

@@ -43,16 +43,16 @@ class Series:
         if self.path == "state":
             state = _find(summary, "store.health.state")
             state = "suspended" if state is None or summary["suspended"] else state
-            return {(own,): float(own == state) for own in STATES}
+            return {(name,): float(name == state) for name in STATES}
         found: dict[tuple[str, ...], Any]
         if self.named:
             found = {
                 tuple((label or name).split(",")): _find(summary, self.path.replace("*", name))
-                for label, _, name in (own.rpartition("=") for own in self.named)
+                for label, _, name in (column.rpartition("=") for column in self.named)
             }
         else:
-            own = _find(summary, self.path)
-            found = {(key,): value for key, value in own.items()} if self.labels else {(): own}
+            whole = _find(summary, self.path)
+            found = {(key,): value for key, value in whole.items()} if self.labels else {(): whole}
         scale = 1e-3 if self.path.endswith("_ms") else 1.0
         return {labels: value * scale for labels, value in found.items() if value is not None}
 
@@ -174,13 +174,13 @@ class ServingMetrics:
         """Whether requests have ended since the last update."""
         self._told: dict[str, Values] = {}
 
-        def metric(kind: Any, own: Series, **more: Any) -> tuple[Series, Any]:
+        def metric(kind: Any, series: Series, **more: Any) -> tuple[Series, Any]:
             # An operator may have given all metrics a label of this name: our value replaces it.
-            names = list(dict.fromkeys([*labels, *own.labels]))
-            return own, kind(PREFIX + own.name, own.help, names, **more, **registry)
+            names = list(dict.fromkeys([*labels, *series.labels]))
+            return series, kind(PREFIX + series.name, series.help, names, **more, **registry)
 
-        self._counters = [metric(Counter, own) for own in COUNTERS]
-        self._gauges = [metric(Gauge, own, multiprocess_mode="mostrecent") for own in GAUGES]
+        self._counters = [metric(Counter, series) for series in COUNTERS]
+        self._gauges = [metric(Gauge, series, multiprocess_mode="mostrecent") for series in GAUGES]
         self._histograms = {
             field: Histogram(PREFIX + name, told, list(labels), buckets=buckets, **registry)
             for field, name, told, buckets in HISTOGRAMS

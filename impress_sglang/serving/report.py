@@ -137,7 +137,7 @@ class RequestTotals(dict[str, Any]):
             requests_decision=dict.fromkeys(DECISIONS, 0),
             requests_not_served={},
             requests_not_stored={},
-            requests_why={own.value: 0 for own in why.Reason},
+            requests_why={reason.value: 0 for reason in why.Reason},
             prompt_tokens=dict.fromkeys(SOURCES, 0),
         )
         figures = new_report("", 0).items()
@@ -211,7 +211,7 @@ class RecentRequests:
     def digest(self, namespace: str, tokens: Tokens) -> str:
         """Digest of how a prompt, int32 [n], begins; differs by process; "" for a short prompt."""
         hashes = self._hashes.of(namespace, tokens[:BLOCK_TOKENS])
-        return "".join(f"{own:016x}" for own in hashes.tolist())
+        return "".join(f"{value:016x}" for value in hashes.tolist())
 
     def words(self, tokens: Tokens) -> list[int] | None:
         """The first tokens of a prompt; None unless prompts may be shown."""

@@ -70,15 +70,15 @@ class QueueOrder:
         """Reorder the requests of the window."""
         arranged: list[tuple[Any, _Place]] = []
         for request in queue[:WINDOW]:
-            own, place = self._place(request.rid), len(arranged)
+            entry, place = self._place(request.rid), len(arranged)
             while place:
                 before, other = arranged[place - 1]
-                if before.priority != request.priority or not other.lets(own):
+                if before.priority != request.priority or not other.lets(entry):
                     break
                 place -= 1
             for _, other in arranged[place:]:
-                other.passed[own.rid] = own.seconds
-            arranged.insert(place, (request, own))
+                other.passed[entry.rid] = entry.seconds
+            arranged.insert(place, (request, entry))
         queue[:WINDOW] = [request for request, _ in arranged]
 
     def _place(self, rid: str) -> _Place:

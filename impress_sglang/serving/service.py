@@ -209,11 +209,11 @@ class Service:
         """The worst stored quality that a request takes; None: nothing that is stored."""
         return self.least_of(self.class_of(wanted))
 
-    def least_of(self, own: KVClass) -> Quality | None:
+    def least_of(self, kv_class: KVClass) -> Quality | None:
         """The same, of a request in a class."""
-        if own.exact and not self.shape.exact:
+        if kv_class.exact and not self.shape.exact:
             return None
-        return own.worst(self.config.approximation_depth)
+        return kv_class.worst(self.config.approximation_depth)
 
     def reorder(self) -> dict[str, int] | None:
         """Search for prefixes worth reordering; None where nothing is ever reordered."""

@@ -17,9 +17,9 @@ class Reason(enum.StrEnum):
 
     def __new__(cls, value: str, meaning: str = "") -> Reason:
         """One line: name, value, meaning."""
-        own = str.__new__(cls, value)
-        own._value_, own.meaning = value, meaning
-        return own
+        member = str.__new__(cls, value)
+        member._value_, member.meaning = value, meaning
+        return member
 
     LOADED = "loaded", "its stored prefix was loaded"
     SHARED = "shared", "its stored prefix was loaded for other requests"

@@ -96,8 +96,8 @@ class StoreDirectory:
     def siblings(self) -> list[Path]:
         """The folders of other servers of this model, which have the same key."""
         names = self.files.list(self.root)
-        found = [self.root / own for own in names if identity_in(own) == self.identity]
-        return [own for own in found if own != self.path and is_store(self.files, own)]
+        found = [self.root / path for path in names if identity_in(path) == self.identity]
+        return [path for path in found if path != self.path and is_store(self.files, path)]
 
     def put(self, name: str, content: bytes) -> None:
         """Write a small file, replacing an older one as a whole."""
@@ -185,8 +185,8 @@ class StoreDirectory:
         """The key of the model's other folders; the first folder may make a new one."""
         deadline = time.monotonic() + _KEY_SECONDS
         while True:
-            for own in self.siblings():
-                return _key_in(_read_small(self.files, own / MARKER))
+            for path in self.siblings():
+                return _key_in(_read_small(self.files, path / MARKER))
             if self.path.name == self.identity:
                 return secrets.token_bytes(_KEY_BYTES)
             if time.monotonic() > deadline:
@@ -265,17 +265,17 @@ def quarantined_files(files: FileSystem, store: Path) -> list[Path]:
     return [folder / name for name in files.list(folder) if _SEGMENT.fullmatch(name)]
 
 
-def other_stores(files: FileSystem, own: Path) -> dict[Path, int]:
+def other_stores(files: FileSystem, store: Path) -> dict[Path, int]:
     """Stores of other models, and the bytes of their segments with those in quarantine.
 
     The first to be removed come last: stores of this format first, the latest before others, and
     then those of older formats.
     """
     found = []
-    for name in files.list(own.parent):
-        path = own.parent / name
+    for name in files.list(store.parent):
+        path = store.parent / name
         with contextlib.suppress(OSError):
-            if not same_model(path, own) and is_store(files, path):
+            if not same_model(path, store) and is_store(files, path):
                 current = format_of(files, path) >= FORMAT_VERSION
                 found.append((current, files.stat(path).st_mtime_ns, path))
     stores, unusable = dict[Path, int](), []
@@ -308,12 +308,12 @@ def remove_store(files: FileSystem, path: Path) -> bool:
             return False
         logger.info("removing another store to make room: %s", path.name)
         names = [path / name for name in (JOURNAL, PINS, CODING, _PROBE)]
-        names += [own.with_name(own.name + TEMPORARY_SUFFIX) for own in names]
-        segments = [Path(own) for _, own, _ in segment_files(files, path)]
-        for own in (*segments, *quarantined_files(files, path), *names):
-            files.unlink(own)
+        names += [path.with_name(path.name + TEMPORARY_SUFFIX) for path in names]
+        segments = [Path(file) for _, file, _ in segment_files(files, path)]
+        for file in (*segments, *quarantined_files(files, path), *names):
+            files.unlink(file)
         folders = [name for name in files.list(path / SEGMENTS) if _FOLDER.fullmatch(name)]
-        for name in (*(f"{SEGMENTS}/{own}" for own in folders), QUARANTINE, SEGMENTS):
+        for name in (*(f"{SEGMENTS}/{folder}" for folder in folders), QUARANTINE, SEGMENTS):
             _remove_empty(files, path / name)
         # Marker and lock go last: what is left of a store after a crash can be served or removed.
         if set(files.list(path)) <= {MARKER, LOCK}:

@@ -147,7 +147,9 @@ class KVShape:
         """Keys [..., G, Dk] and values [..., G, Dv] that are in such rows, not copied."""
         key_bytes = self.num_kv_heads * self.key_dim * self.dtype.itemsize
         both = rows.tensor_split([key_bytes], -1)
-        keys, values = (own.view(self.dtype).unflatten(-1, (self.num_kv_heads, -1)) for own in both)
+        keys, values = (
+            rows.view(self.dtype).unflatten(-1, (self.num_kv_heads, -1)) for rows in both
+        )
         return keys, values
 
     @functools.cached_property
@@ -250,7 +252,7 @@ def page_groups_for(sizes: Sequence[int], *, grain: int, most: int, padding: flo
     `padding` of whole pages is padding, unless that takes more than `most`.
     """
     for count in range(grain, most, grain):
-        pages = sum(round_up(count * own, BLOCK_BYTES) for own in sizes)
+        pages = sum(round_up(count * size, BLOCK_BYTES) for size in sizes)
         if pages - count * sum(sizes) <= padding * pages:
             return count
     return most
@@ -277,7 +279,7 @@ class Parts(tuple[Pages, ...]):
     @functools.cached_property
     def starts(self) -> tuple[int, ...]:
         """Where each part begins, and where the last one ends, in bytes."""
-        return tuple(itertools.accumulate((own.num_bytes for own in self), initial=0))
+        return tuple(itertools.accumulate((pages.num_bytes for pages in self), initial=0))
 
     @property
     def num_bytes(self) -> int:
@@ -287,14 +289,15 @@ class Parts(tuple[Pages, ...]):
     @property
     def num_chunks(self) -> int:
         """Number of chunks."""
-        return sum(own.num_pages for own in self)
+        return sum(pages.num_pages for pages in self)
 
     @functools.cached_property
     def chunks(self) -> Chunks:
         """The chunks of all parts."""
-        pages, numbers = [own.num_pages for own in self], [np.arange(own.num_pages) for own in self]
+        pages = [part.num_pages for part in self]
+        numbers = [np.arange(count) for count in pages]
         page_groups, groups, group_bytes = (
-            np.repeat([getattr(own, name) for own in self], pages)
+            np.repeat([getattr(part, name) for part in self], pages)
             for name in ("page_groups", "num_groups", "group_bytes")
         )
         rows = np.minimum(page_groups, groups - np.concatenate(numbers) * page_groups)
@@ -328,7 +331,7 @@ class SegmentLayout:
     def columns(self) -> Parts:
         """The columns of each layer: a page is a chunk, and a group a row."""
         shape = self.shape
-        dims = (len(own) * shape.head_dim(column) for column, own in enumerate(shape.heads))
+        dims = (len(heads) * shape.head_dim(column) for column, heads in enumerate(shape.heads))
         return _parts(tuple(self._chunks(dim * shape.dtype.itemsize) for dim in dims))
 
     @functools.cached_property
@@ -348,21 +351,21 @@ class SegmentLayout:
         else:
             count = page_groups_for(sizes[:1], grain=1, most=8, padding=1 / 128)
         tokens = 1 if shape.basis else GROUP_TOKENS
-        pages = {own: Pages(self.num_tokens, tokens, own, count) for own in set(sizes)}
-        return tuple(pages[own] for own in sizes)
+        pages = {size: Pages(self.num_tokens, tokens, size, count) for size in set(sizes)}
+        return tuple(pages[size] for size in sizes)
 
     @functools.cached_property
     def _kinds(self) -> tuple[tuple[Parts, ...], tuple[Parts, ...]]:
         """Of each layer its columns, and of each its codes; in raw layers both are its rows."""
         first, raw = self.shape.first_raw, (_parts((self.rows,)),) * self.shape.raw_layers
-        codes = [_parts((own,)) for own in self.codes] or [_parts(())] * first
+        codes = [_parts((pages,)) for pages in self.codes] or [_parts(())] * first
         return ((self.columns,) * first + raw, (*codes, *raw))
 
     @functools.cached_property
     def _layer_starts(self) -> tuple[int, ...]:
         """Where each layer begins, counted from the end of the header, and where the last ends."""
         first, (columns, codes) = self.shape.first_raw, self._kinds
-        sizes = [own.num_bytes for own in columns]
+        sizes = [column.num_bytes for column in columns]
         sizes[:first] = (a + b.num_bytes for a, b in zip(sizes, codes[:first], strict=False))
         return tuple(itertools.accumulate(sizes, initial=0))
 
@@ -396,18 +399,18 @@ class SegmentLayout:
 
     def num_bytes(self, layers: slice = slice(None), *, codes: bool) -> int:
         """Bytes of the parts of some layers."""
-        return sum(own.num_bytes for own in self._kinds[codes][layers])
+        return sum(layer.num_bytes for layer in self._kinds[codes][layers])
 
     def most_bytes(self, *, codes: bool) -> int:
         """Bytes of the parts of the largest layer."""
-        return max(own.num_bytes for own in self._kinds[codes])
+        return max(layer.num_bytes for layer in self._kinds[codes])
 
     @functools.cached_property
     def first_chunks(self) -> tuple[tuple[int, ...], ...]:
         """Of columns and of codes: the number of the first chunk of each layer among all of the
         kind, and how many there are."""
         return tuple(
-            tuple(itertools.accumulate((own.num_chunks for own in kind), initial=0))
+            tuple(itertools.accumulate((layer.num_chunks for layer in kind), initial=0))
             for kind in self._kinds
         )
 

@@ -150,7 +150,7 @@ class SegmentInfo:
 
 
 # Those that JSON has as they are.
-_FIELDS = {own.name for own in dataclasses.fields(SegmentInfo)}
+_FIELDS = {field.name for field in dataclasses.fields(SegmentInfo)}
 _PLAIN_FIELDS = _FIELDS - {"tokens", "shape", "quality", "priority"}
 
 
@@ -194,8 +194,8 @@ def encode_header(header: SegmentHeader) -> bytes:
     """The bytes of a header, padded to its size in the layout."""
     info, size = header.info, header.info.layout().header_bytes
     description = info.description()
-    arrays = (header.array(name).astype(own) for name, (own, _) in info.arrays().items())
-    body = description + b"".join(own.tobytes() for own in arrays)
+    arrays = (header.array(name).astype(dtype) for name, (dtype, _) in info.arrays().items())
+    body = description + b"".join(array.tobytes() for array in arrays)
     body = body.ljust(size - _PREAMBLE.size, b"\0")
     digest = _header_checksum(size, len(description), body)
     return _PREAMBLE.pack(MAGIC, size, len(description), digest) + body
@@ -243,10 +243,10 @@ def decode_header(
     if _header_checksum(header_bytes, description_bytes, bytes(description) + body) != expected:
         raise SegmentUnreadable(name, "the header fails its checksum")
     found = dict[str, npt.NDArray[Any]]()
-    for own, (dtype, shape) in info.arrays().items():
+    for name, (dtype, shape) in info.arrays().items():
         flat = np.frombuffer(body, dtype, math.prod(shape), offset)
         # A copy, because tensors and loops require aligned and writable memory.
-        found[own] = flat.reshape(shape).copy()
+        found[name] = flat.reshape(shape).copy()
         offset += flat.nbytes
     info = dataclasses.replace(info, tokens=found["tokens"].astype(np.int32))
     mapping = found["mapping"] if info.reordered else None
@@ -294,7 +294,7 @@ def info_from(fields: dict[str, Any], tokens: Tokens) -> SegmentInfo:
 @functools.lru_cache(_SHARED)
 def _shape(text: str) -> KVShape:
     fields: dict[str, Any] = json.loads(text)
-    fields |= {name: tuple(own) for name, own in fields.items() if isinstance(own, list)}
+    fields |= {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
     return KVShape(**{**fields, "dtype": getattr(torch, fields["dtype"])})
 
 

@@ -139,7 +139,7 @@ def _encode_layer(
     if layer >= shape.first_raw:
         layout.rows.put_groups(shape.rows_of(keys, values), flat)
         return
-    parts = flat[: layout.columns.num_bytes].split([own.num_bytes for own in layout.columns])
+    parts = flat[: layout.columns.num_bytes].split([pages.num_bytes for pages in layout.columns])
     for column, (pages, part) in enumerate(zip(layout.columns, parts, strict=True)):
         if pages.group_bytes:
             rows = values if column in shape.value_columns else keys

@@ -77,7 +77,7 @@ class ReplacementRule(abc.ABC):
     def resize(self, num_chunks: int) -> None:
         """Make room for the ids [0, num_chunks)."""
         self.priorities = grown(self.priorities, num_chunks)
-        self._tables = [grown(own, num_chunks) for own in self._tables]
+        self._tables = [grown(table, num_chunks) for table in self._tables]
 
     def advance(self) -> None:
         """Note that a new request begins."""
@@ -100,8 +100,8 @@ class ReplacementRule(abc.ABC):
 
     def forget(self, base: int, count: int) -> None:
         """Forget neighbouring chunks, whose ids may be given to others."""
-        for own in (self.priorities, *self._tables):
-            own[base : base + count] = 0
+        for table in (self.priorities, *self._tables):
+            table[base : base + count] = 0
 
     @abc.abstractmethod
     def score(self, chunk: int) -> float:
@@ -121,8 +121,8 @@ class ReplacementRule(abc.ABC):
         return self._tables[0].take(ids)
 
     def _copy(self, ids: Ids, sources: Ids, shares: Floats) -> None:
-        for own in self._tables:
-            own[ids] = own[sources]
+        for table in self._tables:
+            table[ids] = table[sources]
 
 
 class LeastRecentlyUsed(ReplacementRule):

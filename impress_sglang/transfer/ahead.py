@@ -41,15 +41,19 @@ class ReadAhead:
             source.read_ahead()
 
     def _next(self) -> StoredSource | None:
-        unread = [own for own in self._live if own.next_ahead < own.num_layers]
-        live = [own for own in unread if self._live[own]]
-        return min(live or unread[:1], key=lambda own: own.next_ahead - own.layer, default=None)
+        unread = [other for other in self._live if other.next_ahead < other.num_layers]
+        live = [other for other in unread if self._live[other]]
+        return min(
+            live or unread[:1], key=lambda other: other.next_ahead - other.layer, default=None
+        )
 
     def _has_room(self, source: StoredSource) -> bool:
         """Whether a layer fits beside the next layer of any running request not yet read ahead."""
         lacking = (
-            own.layer_bytes
-            for own, live in self._live.items()
-            if live and own is not source and own.next_ahead == own.layer + 1 < own.num_layers
+            other.layer_bytes
+            for other, live in self._live.items()
+            if live
+            and other is not source
+            and other.next_ahead == other.layer + 1 < other.num_layers
         )
         return self._pool.has_room(source.layer_bytes + max(lacking, default=0))

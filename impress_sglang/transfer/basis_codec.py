@@ -54,12 +54,12 @@ def shape_by(basis: Basis, shape: KVShape) -> KVShape:
     It raises `ConfigError` if the basis is for KVs of another shape.
     """
     heads = shape.num_kv_heads
-    own = shape.num_layers, ((heads, shape.key_dim), (heads, shape.value_dim))
-    if own != (basis.num_layers, basis.shapes):
+    expected = shape.num_layers, ((heads, shape.key_dim), (heads, shape.value_dim))
+    if expected != (basis.num_layers, basis.shapes):
         raise ConfigError(
             f"the basis is for {basis.num_layers} layers with (heads, dimensions) {basis.shapes} "
-            f"of keys and values, and the model has {own[0]} with {own[1]}: make one for this "
-            "model with `impress calibrate`"
+            f"of keys and values, and the model has {expected[0]} with {expected[1]}: make one "
+            "for this model with `impress calibrate`"
         )
     rows = tuple(layout.row_bytes for layout in basis.layouts)
     return dataclasses.replace(
@@ -135,10 +135,10 @@ class BasisCodec:
             self._kernels = rows.slots.is_cuda if self._kernels is None else self._kernels
             self._tables = self._tables_of_layers(device)
         if state is None:
-            places = torch.cat([self.positions(own.position, own.length) for own in pieces])
+            places = torch.cat([self.positions(piece.position, piece.length) for piece in pieces])
             state = None, self.rotation.turns(torch.zeros_like(places), places).to(device)
         below, turns = state
-        groups = [own.parts[0] for own in pieces]
+        groups = [piece.parts[0] for piece in pieces]
         joined = torch.cat(groups) if len(groups) > 1 else groups[0]
         put = self._put_by_kernels if self._kernels else self._put_by_loops
         return put(layer, joined, below, turns, rows), turns
@@ -150,15 +150,15 @@ class BasisCodec:
 
             self._module: Any = by_loops
             each = zip(self.basis.layouts, self.basis.layers, strict=True)
-            return [(layout.tables(), product_matrix(own), own.mean) for layout, own in each]
+            return [(layout.tables(), product_matrix(basis), basis.mean) for layout, basis in each]
         from impress_sglang.triton import rows as by_kernels
 
         self._module, found = by_kernels, []
-        levels, gains = (torch.from_numpy(own).to(device) for own in (LEVEL_TABLE, GAIN_TABLE))
-        for layout, own in zip(self.basis.layouts, self.basis.layers, strict=True):
+        levels, gains = (torch.from_numpy(table).to(device) for table in (LEVEL_TABLE, GAIN_TABLE))
+        for layout, of_layer in zip(self.basis.layouts, self.basis.layers, strict=True):
             places = by_kernels.places_of(layout).to(device)
-            matrix = product_matrix(own).to(device, torch.bfloat16)
-            tables = places, levels, gains, matrix, own.mean.to(device)
+            matrix = product_matrix(of_layer).to(device, torch.bfloat16)
+            tables = places, levels, gains, matrix, of_layer.mean.to(device)
             found.append(by_kernels.LayerTables(*tables))
         return found
 
@@ -177,11 +177,11 @@ class BasisCodec:
         restored = torch.empty(len(groups), len(mean), dtype=torch.bfloat16)
         angles = turns.cos.flatten(1).numpy(), turns.sin.flatten(1).numpy()
         for at in range(0, len(groups), TILE_TOKENS):
-            own = slice(at, at + TILE_TOKENS)
-            factors = self._factors(tables, groups[own], None if below is None else below[own])
-            product = product_of(factors, matrix, restored[own]).view(torch.uint16).numpy()
-            arguments: list[Any] = [product, mean.numpy(), *(part[own] for part in angles)]
-            with words_of(rows._replace(slots=rows.slots[own])) as (words, into):
+            tile = slice(at, at + TILE_TOKENS)
+            factors = self._factors(tables, groups[tile], None if below is None else below[tile])
+            product = product_of(factors, matrix, restored[tile]).view(torch.uint16).numpy()
+            arguments: list[Any] = [product, mean.numpy(), *(part[tile] for part in angles)]
+            with words_of(rows._replace(slots=rows.slots[tile])) as (words, into):
                 arguments += [self.rotation.halves, into, *self.basis.shapes[0]]
                 self._module.fill(*arguments, *(part.reshape(len(part), -1) for part in words))
         return restored

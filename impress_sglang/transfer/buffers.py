@@ -60,7 +60,9 @@ class BufferPool:
     @property
     def held_bytes(self) -> int:
         """All memory of the pool."""
-        return self.used_bytes + self._draining_bytes + sum(own.num_bytes for own in self._free)
+        return (
+            self.used_bytes + self._draining_bytes + sum(memory.num_bytes for memory in self._free)
+        )
 
     def size_of(self, num_bytes: int) -> int:
         """Bytes that an area for `num_bytes` takes of the pool."""
@@ -126,8 +128,8 @@ class BufferPool:
     def _free_memory(self, size: int) -> PooledMemory | None:
         """The smallest free area that is large enough, and not far too large."""
         most = min(2 * size, self.limit_bytes - self.used_bytes - self._draining_bytes)
-        fitting = [own for own in self._free if size <= own.num_bytes <= most]
-        memory = min(fitting, key=lambda own: own.num_bytes, default=None)
+        fitting = [memory for memory in self._free if size <= memory.num_bytes <= most]
+        memory = min(fitting, key=lambda memory: memory.num_bytes, default=None)
         if memory is not None:
             self._free.remove(memory)
         return memory
@@ -244,8 +246,8 @@ class LayerBuffer:
             if read.ahead and not read.done:
                 starts, stops = read.segment.reader.cancel(read)
                 for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
-                    own = self._owner[start // BLOCK_BYTES : stop // BLOCK_BYTES]
-                    own[own == number] = _NO_READ
+                    owners = self._owner[start // BLOCK_BYTES : stop // BLOCK_BYTES]
+                    owners[owners == number] = _NO_READ
 
     def _forget_failed(self) -> None:
         """Forget failed reads ahead: their blocks are read again when wanted, and may succeed."""

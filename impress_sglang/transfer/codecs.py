@@ -111,7 +111,7 @@ def launch_all(shape: KVShape, device: torch.device, codec: Codec | None) -> Non
     what, instead = "KVs", "--impress-policy recompute, which loads none"
     try:
         blocks = torch.zeros(2, BLOCK_BYTES, dtype=torch.uint8, device=device)
-        source, target = (np.array([own.data_ptr()]) for own in blocks)
+        source, target = (np.array([block.data_ptr()]) for block in blocks)
         PageCopier(BLOCK_BYTES, device, kernels=True).copy(source, target).wait()
         if codec is not None:
             what, instead = "codes", codec.instead

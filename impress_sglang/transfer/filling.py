@@ -36,7 +36,7 @@ def fill(
             for pool, exact in zip(rows[:2], sinks, strict=True):
                 pool[slots[number][: exact.shape[1]]] = exact[layer]
         return
-    for piece, own in zip(found, slots, strict=True):
+    for piece, target in zip(found, slots, strict=True):
         if layer >= shape.first_raw:
             pools: Sequence[Tensor] = rows[:2]
             streams: Sequence[Tensor] = shape.kvs_of(piece.parts[0])
@@ -45,7 +45,7 @@ def fill(
             pools = [head for pool in rows[:2] for head in pool.unbind(1)]
             streams = [part.view(shape.dtype) for part in piece.parts]
         for pool, stream in zip(pools, streams, strict=True):
-            pool.index_copy_(0, own, stream)
+            pool.index_copy_(0, target, stream)
 
 
 @dataclasses.dataclass(frozen=True)

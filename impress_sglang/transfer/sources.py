@@ -123,7 +123,7 @@ class StoredSource(abc.ABC):
         self._segments = list(dict.fromkeys(segments))
         self._places = [self._segments.index(segment) for segment in segments]
         self.layer_bytes = pool.size_of(
-            sum(own.layout.most_bytes(codes=codes) for own in self._segments)
+            sum(segment.layout.most_bytes(codes=codes) for segment in self._segments)
         )
         """How much of the pool the buffer of a layer takes."""
         self.stats = ReadStats()
@@ -149,10 +149,10 @@ class StoredSource(abc.ABC):
         buffer = self._buffer(layer)
         for of_spans in self._certain(layer):
             missing = []
-            for number, own in enumerate(of_spans):
-                count = len(own.layer.first)
+            for number, span in enumerate(of_spans):
+                count = len(span.layer.first)
                 tiers = self._cache.placement.tiers(self._first_id(layer, number), count)
-                blocks = own.missing(tiers[own.chunks] == _SSD, whole)
+                blocks = span.missing(tiers[span.chunks] == _SSD, whole)
                 missing.append(blocks + buffer.firsts[self._places[number]])
             buffer.read_ahead(_joined(missing))
 
@@ -166,7 +166,7 @@ class StoredSource(abc.ABC):
         return all(read.ended_in_time() for read in self._reads())
 
     def _reads(self) -> list[PendingRead]:
-        reads = (own.reads for own in self._buffers.values())
+        reads = (buffer.reads for buffer in self._buffers.values())
         return [*self._ending, *itertools.chain.from_iterable(reads)]
 
     def end_layer(self, layer: int) -> None:
@@ -190,33 +190,33 @@ class StoredSource(abc.ABC):
         spans, buffer = list(wanted.values()), self._buffer(layer)
         # Where the segment of each span begins in the buffer.
         firsts = [buffer.firsts[self._places[number]] for number in wanted]
-        ids = [own.chunks + self._first_id(layer, number) for number, own in wanted.items()]
-        chunks, shares = np.concatenate(ids), np.concatenate([own.shares for own in spans])
+        ids = [span.chunks + self._first_id(layer, number) for number, span in wanted.items()]
+        chunks, shares = np.concatenate(ids), np.concatenate([span.shares for span in spans])
         access = self._cache.placement.access(chunks, shares)
         try:
-            edges = np.cumsum([len(own.chunks) for own in spans[:-1]], dtype=np.int64)
+            edges = np.cumsum([len(span.chunks) for span in spans[:-1]], dtype=np.int64)
             tiers, kept = np.split(access.tiers, edges), np.split(access.kept, edges)
             missing = [
-                own.missing(at == _SSD, whole) + first
-                for own, at, whole, first in zip(spans, tiers, kept, firsts, strict=True)
+                span.missing(at == _SSD, whole) + first
+                for span, at, whole, first in zip(spans, tiers, kept, firsts, strict=True)
             ]
             self._fetch(buffer, _joined(missing), last=last)
             blocks, page = [], 0
-            for own, at, first in zip(spans, tiers, firsts, strict=True):
-                pages = access.pages[page : (page := page + len(own.all_blocks))]
-                frames, of_blocks = own.all_blocks + first, np.repeat(at, own.count)
+            for span, at, first in zip(spans, tiers, firsts, strict=True):
+                pages = access.pages[page : (page := page + len(span.all_blocks))]
+                frames, of_blocks = span.all_blocks + first, np.repeat(at, span.count)
                 if at.any():
                     frames = np.where(of_blocks, pages, frames)
-                taken = slice(None) if own.taken is None else own.taken
+                taken = slice(None) if span.taken is None else span.taken
                 own_frames = of_blocks[taken], frames[taken]
                 blocks.append(take_blocks(self._cache, *own_frames, buffer.memory))
-            begins = [own.first + first for own, first in zip(spans, firsts, strict=True)]
+            begins = [span.first + first for span, first in zip(spans, firsts, strict=True)]
             self._settle(access, chunks, np.concatenate(begins), buffer.memory)
         except BaseException:
             # The placement assumes bytes that were not copied.
             self._cache.placement.drop(access.moves.chunks)
             raise
-        self._count(wanted, [len(own) for own in missing], access)
+        self._count(wanted, [len(blocks) for blocks in missing], access)
         return blocks
 
     def _first_id(self, layer: int, number: int) -> int:
@@ -253,7 +253,7 @@ class StoredSource(abc.ABC):
         stats.ssd_chunks += chunks[_SSD]
         stats.host_chunks += chunks[_HOST]
         stats.device_chunks += chunks[_DEVICE]
-        sizes = np.concatenate([own.bytes for own in wanted.values()])
+        sizes = np.concatenate([span.bytes for span in wanted.values()])
         on_ssd, on_host, on_device = map(int, np.bincount(access.tiers, sizes, 3).tolist())
         stats.ssd_needed_bytes += on_ssd
         stats.h2d_bytes += on_ssd + on_host
@@ -274,8 +274,8 @@ class StoredSource(abc.ABC):
     def _buffer(self, layer: int) -> LayerBuffer:
         """The buffer of a layer."""
         if layer not in self._buffers:
-            places = (own.layout.place(layer, codes=self.codes) for own in self._segments)
-            parts = [(own, *at) for own, at in zip(self._segments, places, strict=True)]
+            places = (segment.layout.place(layer, codes=self.codes) for segment in self._segments)
+            parts = [(segment, *at) for segment, at in zip(self._segments, places, strict=True)]
             self._buffers[layer] = LayerBuffer(
                 parts, self._pool, lambda: self._close_buffer(self._buffers.pop(layer))
             )
@@ -283,7 +283,7 @@ class StoredSource(abc.ABC):
 
     def _give_back(self, below: int | None = None) -> None:
         """Give back the buffers of layers below `below`, or all."""
-        for layer in [own for own in self._buffers if below is None or own < below]:
+        for layer in [number for number in self._buffers if below is None or number < below]:
             self._close_buffer(self._buffers.pop(layer))
 
     def _close_buffer(self, buffer: LayerBuffer) -> None:
@@ -309,16 +309,16 @@ class WholeSource(StoredSource):
         """By the number of a span, exact keys [L, n, G, Dk] and values of first tokens of a prompt,
         which are never in codes."""
         found = {}
-        for number, (own, tokens, _) in enumerate(self.spans):
-            exact = torch.from_numpy(own.sinks[:, tokens.start : tokens.stop])
+        for number, (segment, tokens, _) in enumerate(self.spans):
+            exact = torch.from_numpy(segment.sinks[:, tokens.start : tokens.stop])
             if exact.numel():
                 found[number] = self.shape.kvs_of(exact.to(self._cache.device))
         return found
 
     def _wanted(self, layer: int) -> list[Wanted]:
         return [
-            wanted_tokens(own.layout.parts(layer, codes=self.codes), tokens.start, tokens.stop)
-            for own, tokens, _ in self.spans
+            wanted_tokens(segment.layout.parts(layer, codes=self.codes), tokens.start, tokens.stop)
+            for segment, tokens, _ in self.spans
         ]
 
     def _certain(self, layer: int) -> Sequence[Sequence[Wanted]]:
@@ -327,9 +327,9 @@ class WholeSource(StoredSource):
     def read(self, layer: int) -> list[Piece]:
         """Read a layer of each span; raises and stays valid as `_take`."""
         wanted, found = self._wanted(layer), []
-        taken = [own.reshape(-1) for own in self._take(layer, dict(enumerate(wanted)))]
-        for (segment, tokens, _), own, memory in zip(self.spans, wanted, taken, strict=True):
-            parts = [pages.groups_in(memory[at])[groups] for pages, at, groups in own.places]
+        taken = [blocks.reshape(-1) for blocks in self._take(layer, dict(enumerate(wanted)))]
+        for (segment, tokens, _), wanted_of, memory in zip(self.spans, wanted, taken, strict=True):
+            parts = [pages.groups_in(memory[at])[groups] for pages, at, groups in wanted_of.places]
             position = segment.info.prefix_len + tokens.start
             found.append(Piece(parts, tokens.start, position, len(tokens)))
         return found

@@ -26,7 +26,7 @@ def chunk_pages(layout: SegmentLayout, *, codes: bool) -> npt.NDArray[np.uint16]
 def most_pages(layout: SegmentLayout) -> int:
     """Pages of a cache that the largest chunk of any segment of the same shape takes."""
     last = layout.parts(layout.shape.num_layers - 1, codes=False)
-    return max(own.page_bytes for own in (*layout.columns, *layout.codes, *last)) // BLOCK_BYTES
+    return max(pages.page_bytes for pages in (*layout.columns, *layout.codes, *last)) // BLOCK_BYTES
 
 
 class Wanted:
@@ -67,20 +67,20 @@ def wanted_tokens(parts: Parts, start: int, stop: int) -> Wanted:
     """What has the tokens [start, stop) in the parts of a layer, in the order of the tokens."""
     blocks = np.zeros(parts.num_bytes // BLOCK_BYTES, np.bool_)
     numbers, rows, places, before, taken = [], [], [], 0, 0
-    for own, at in zip(parts, parts.starts, strict=False):
-        if own.group_bytes:
+    for part, at in zip(parts, parts.starts, strict=False):
+        if part.group_bytes:
             # The groups, and the pages, that have them.
-            first, last = start // own.group_tokens, -(-stop // own.group_tokens)
-            begin, end = at + own.group_offset(first), at + own.group_offset(last - 1)
-            blocks[begin // BLOCK_BYTES : -(-(end + own.group_bytes) // BLOCK_BYTES)] = True
-            pages = np.arange(first // own.page_groups, (last - 1) // own.page_groups + 1)
-            edges = np.append(pages, pages[-1] + 1) * own.page_groups
+            first, last = start // part.group_tokens, -(-stop // part.group_tokens)
+            begin, end = at + part.group_offset(first), at + part.group_offset(last - 1)
+            blocks[begin // BLOCK_BYTES : -(-(end + part.group_bytes) // BLOCK_BYTES)] = True
+            pages = np.arange(first // part.page_groups, (last - 1) // part.page_groups + 1)
+            edges = np.append(pages, pages[-1] + 1) * part.page_groups
             numbers.append(before + pages)
             rows.append(np.diff(np.clip(edges, first, last)))
-            size = own.page_offset(pages[-1] + 1) - own.page_offset(pages[0])
+            size = part.page_offset(pages[-1] + 1) - part.page_offset(pages[0])
             inside = slice(first - edges[0], last - edges[0])
-            places.append((own, slice(taken, taken := taken + size), inside))
-        before += own.num_pages
+            places.append((part, slice(taken, taken := taken + size), inside))
+        before += part.num_pages
     wanted = Wanted(parts.chunks, np.concatenate(numbers), np.concatenate(rows), blocks)
     wanted.places = places
     return wanted

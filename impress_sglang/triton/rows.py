@@ -50,7 +50,7 @@ def places_of(layout: Any) -> Tensor:
     """The places of components in a `codes.rows.row.RowLayout`, on the CPU; see `LayerTables`."""
     places = np.empty((len(layout.bits), _FIELDS.value), np.int32)
     places[:, :8] = layout.parts().reshape(len(places), 8)
-    places[:, 8] = [2**own - 1 for own in layout.bits]
+    places[:, 8] = [2**width - 1 for width in layout.bits]
     bounds = layout.tables().bounds.astype(np.int64)
     places[:, 9] = 5 * np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
     return torch.from_numpy(places)
@@ -151,7 +151,7 @@ def _unpack_kernel(
     component = tl.program_id(1) * COMPONENTS + tl.arange(0, COMPONENTS)
     is_token, is_component = token < count, component < components
     mask = is_token[:, None] & is_component[None, :]
-    own = rows + token * row_stride
+    packed = rows + token * row_stride
     fields = places + component * _FIELDS
     code = tl.zeros([TOKENS, COMPONENTS], tl.int32)
     for kind in tl.static_range(4):
@@ -160,14 +160,14 @@ def _unpack_kernel(
         byte = tl.load(fields + 2 * kind, mask=is_component, other=-1)
         shift = tl.load(fields + 2 * kind + 1, mask=is_component, other=0)
         has = mask & (byte >= 0)[None, :]
-        part = tl.load(own[:, None] + byte[None, :], mask=has, other=0).to(tl.int32)
+        part = tl.load(packed[:, None] + byte[None, :], mask=has, other=0).to(tl.int32)
         part = (part >> tl.maximum(shift, 0)[None, :]) & ((1 << bits) - 1)
         code = tl.where(has, (code << bits) | part, code)
     first = tl.load(fields + 8, mask=is_component, other=0)
     place = tl.load(fields + 9, mask=is_component, other=0)
     word = tl.zeros([TOKENS], tl.int32)
     for byte in tl.static_range(4):
-        word |= tl.load(own + byte, mask=is_token, other=0).to(tl.int32) << (8 * byte)
+        word |= tl.load(packed + byte, mask=is_token, other=0).to(tl.int32) << (8 * byte)
     gain = tl.load(gains + ((word[:, None] >> place[None, :]) & 31), mask=mask, other=0.0)
     level = tl.load(levels + first[None, :] + code, mask=mask, other=0.0)
     target = found + token[:, None] * width + component[None, :]
@@ -219,7 +219,7 @@ def _restore_kernel(
 def _restored(
     factors: tl.tensor, width: tl.tensor, components: tl.tensor, below: tl.tensor,
     matrix: tl.tensor, mean: tl.tensor, restored: tl.tensor, token: tl.tensor, count: tl.tensor,
-    own: tl.tensor, SPLIT: tl.constexpr, DIM: tl.constexpr, PREDICTED: tl.constexpr,
+    column: tl.tensor, SPLIT: tl.constexpr, DIM: tl.constexpr, PREDICTED: tl.constexpr,
     FEATURES: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr, FACTORS: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
@@ -227,7 +227,7 @@ def _restored(
     one, other = _columns(SPLIT, DIM, PAIRS)
     first = tl.zeros([TOKENS, PAIRS], tl.float32)
     second = tl.zeros([TOKENS, PAIRS], tl.float32)
-    head = matrix + own
+    head = matrix + column
     first, second = _add_products(
         first, second, factors, width, components, head, token, count, SPLIT, DIM, FEATURES, PAIRS,
         FACTORS, WIDEN,
@@ -239,9 +239,9 @@ def _restored(
             PAIRS, FACTORS, WIDEN,
         )  # fmt: skip
     first, second = first.to(tl.bfloat16), second.to(tl.bfloat16)
-    _store(restored + token * FEATURES + own, first, second, token, count, SPLIT, DIM, PAIRS)
-    first_mean = tl.load(mean + own + one, mask=one < DIM, other=0.0)
-    second_mean = tl.load(mean + own + other, mask=other < DIM, other=0.0)
+    _store(restored + token * FEATURES + column, first, second, token, count, SPLIT, DIM, PAIRS)
+    first_mean = tl.load(mean + column + one, mask=one < DIM, other=0.0)
+    second_mean = tl.load(mean + column + other, mask=other < DIM, other=0.0)
     return first.to(tl.float32) + first_mean[None, :], second.to(tl.float32) + second_mean[None, :]
 
 
@@ -259,10 +259,10 @@ def _add_products(
         tile = tl.load(factors + token[:, None] * width + place[None, :], mask=mask, other=0.0)
         row = matrix + place[:, None].to(tl.int64) * FEATURES
         known = (place < size)[:, None]
-        own = tl.load(row + one[None, :], mask=known & (one < DIM)[None, :], other=0.0)
-        first = _add_product(first, tile, own, WIDEN)
-        own = tl.load(row + other[None, :], mask=known & (other < DIM)[None, :], other=0.0)
-        second = _add_product(second, tile, own, WIDEN)
+        values = tl.load(row + one[None, :], mask=known & (one < DIM)[None, :], other=0.0)
+        first = _add_product(first, tile, values, WIDEN)
+        values = tl.load(row + other[None, :], mask=known & (other < DIM)[None, :], other=0.0)
+        second = _add_product(second, tile, values, WIDEN)
     return first, second
 
 

@@ -119,7 +119,7 @@ def weight_sums(
     head, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * KEYS
     keys += (head // GROUP * num_keys + num_before) * DIM
     queries += head * num_queries * DIM
-    own = _tile(keys, first, num_prefix, DIM, BLOCK_DIM, KEYS, WIDEN)
+    prefix_keys = _tile(keys, first, num_prefix, DIM, BLOCK_DIM, KEYS, WIDEN)
     weights = tl.full([ROWS, KEYS], 0.0, tl.float32)
     for start in range(0, num_queries, ROWS):
         tile = _tile(queries, start, num_queries, DIM, BLOCK_DIM, ROWS, WIDEN)
@@ -127,7 +127,7 @@ def weight_sums(
         log = tl.load(
             logs + head * num_queries + numbers, mask=numbers < num_queries, other=float("inf")
         )
-        products = tl.dot(tile, tl.trans(own), input_precision="ieee")
+        products = tl.dot(tile, tl.trans(prefix_keys), input_precision="ieee")
         weights += tl.exp2(products * scale - log[:, None])
     columns = first + tl.arange(0, KEYS)
     out = sums + head * num_prefix + columns

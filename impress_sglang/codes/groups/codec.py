@@ -215,7 +215,7 @@ def encode_layer(
         pack((of_values >> _LOWER_BITS).transpose(1, 2), LEAST_BITS),
         pack(more.transpose(1, 2), more_bits),
     )
-    return torch.cat([own.contiguous().view(torch.uint8).flatten(1) for own in parts], 1)
+    return torch.cat([part.contiguous().view(torch.uint8).flatten(1) for part in parts], 1)
 
 
 def _pairs(codes: Tensor, pairs: Tensor) -> Tensor:

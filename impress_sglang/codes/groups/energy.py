@@ -50,7 +50,7 @@ class QueryMeter:
     def dump(self) -> bytes:
         """What was measured, for `restore`; on the writing thread."""
         self.has_news = False
-        arrays = {f"energy.{layer}": own.numpy() for layer, own in self._energies.items()}
+        arrays = {f"energy.{layer}": energy.numpy() for layer, energy in self._energies.items()}
         content = io.BytesIO()
         np.savez(content, allow_pickle=False, **arrays)
         return content.getvalue()
@@ -60,10 +60,10 @@ class QueryMeter:
         try:
             with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
                 found = {name: arrays[name] for name in arrays.files}
-            for name, own in found.items():
+            for name, array in found.items():
                 kind, layer = name.split(".")
-                if kind == "energy" and own.dtype == np.float32 and np.isfinite(own).all():
-                    self._energies[int(layer)] = torch.from_numpy(own)
+                if kind == "energy" and array.dtype == np.float32 and np.isfinite(array).all():
+                    self._energies[int(layer)] = torch.from_numpy(array)
         except Exception as error:  # zipfile has many ways to say that bits are wrong
             logger.warning("what is known of queries is damaged, and is measured anew: %s", error)
             return

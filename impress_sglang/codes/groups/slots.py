@@ -20,8 +20,8 @@ def restore(
     ranges = groups[:, :pairs].view(torch.float16).float().contiguous().numpy()
     codes, first, more_bits = groups.numpy(), layout.sizes[0] // 2, layout.more_bits
     with words_of(Rows(keys, values, slots)) as (words, rows):
-        pools = [own.view(np.float32) if own.dtype == np.uint32 else own for own in words]
+        pools = [array.view(np.float32) if array.dtype == np.uint32 else array for array in words]
         places = pairs, upper_keys, columns, layout.num_pairs
         loops.restore_keys(codes, *places, ranges, start, rows, pools[0])
-        own = upper_values, more, more_bits
-        loops.restore_values(codes, *own, ranges, first, start, rows, pools[1])
+        value_arrays = upper_values, more, more_bits
+        loops.restore_values(codes, *value_arrays, ranges, first, start, rows, pools[1])

@@ -142,7 +142,7 @@ class Basis:
         if bits == self.keeps:
             return self
         cut = tuple(
-            layer.cut(own) for layer, own in zip(self.layers, self.fewer[bits], strict=True)
+            layer.cut(bits) for layer, bits in zip(self.layers, self.fewer[bits], strict=True)
         )
         return dataclasses.replace(self, layers=cut, keeps=bits, fewer={})
 
@@ -205,8 +205,8 @@ class Basis:
             arrays = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
 
         def layer(number: int, bits: list[int]) -> LayerBasis:
-            own = {array: arrays.get(f"{number}.{array}") for array in _ARRAYS}
-            return LayerBasis(tuple(bits), **own)
+            found = {array: arrays.get(f"{number}.{array}") for array in _ARRAYS}
+            return LayerBasis(tuple(bits), **found)
 
         layers = tuple(layer(i, bits) for i, bits in enumerate(fields["bits"]))
         shapes = tuple((heads, dim) for heads, dim in fields["shapes"])

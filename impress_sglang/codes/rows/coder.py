@@ -27,9 +27,9 @@ from impress_sglang.loops.rows import BINS, GAIN_STEPS, GAIN_UNIT, quantise
 # float32 [32]: factors of all gains.
 GAIN_TABLE = np.exp2((np.arange(1 << GAIN_BITS) - GAIN_UNIT) / GAIN_STEPS).astype(np.float32)
 # For `quantise`: where cells end, and the codes of the lower ends of bins from -6 to 6.
-_ENDS = np.concatenate([np.append(own, np.float32(np.inf)) for own in BOUNDS])
+_ENDS = np.concatenate([np.append(bounds, np.float32(np.inf)) for bounds in BOUNDS])
 _BINS = (np.arange(12 * BINS) - 6 * BINS) / BINS
-_GUESSES = np.stack([np.searchsorted(own, _BINS) for own in BOUNDS]).astype(np.uint8)
+_GUESSES = np.stack([np.searchsorted(bounds, _BINS) for bounds in BOUNDS]).astype(np.uint8)
 # Errors of such components may be infinite as float32: then `quantise` knows no best gain.
 _TOO_LARGE = 1e15
 
@@ -44,18 +44,18 @@ def encode_layer(
     number is not finite, or too large. Returns rows, uint8 [t, row_bytes], and what they are
     restored to, less the mean: bfloat16 [t, X].
     """
-    own = basis.layers[layer]
+    of_layer = basis.layers[layer]
     x = torch.cat([part.flatten(1).float() for part in kvs], 1)
-    residual = x - own.mean
-    if own.predict is not None:
+    residual = x - of_layer.mean
+    if of_layer.predict is not None:
         assert below is not None
-        residual -= below.float() @ own.predict.float()
-    components = residual @ own.forward
+        residual -= below.float() @ of_layer.predict.float()
+    components = residual @ of_layer.forward
     if not (x.isfinite().all() and (components.abs() < _TOO_LARGE).all()):
         raise NotCodable(f"KVs of layer {layer} are infinite, not a number, or too large")
     codes = torch.empty_like(components, dtype=torch.uint8)
     gains = torch.empty(len(x), GAINS, dtype=torch.uint8)
-    bits = np.array(own.bits, np.uint8)
+    bits = np.array(of_layer.bits, np.uint8)
     quantise(
         components.numpy(),
         bits,
@@ -72,15 +72,15 @@ def encode_layer(
     factors = components.bfloat16()
     if below is not None:
         factors = torch.cat([factors, below], 1)
-    return basis.layouts[layer].pack(codes, gains), product_of(factors, product_matrix(own))
+    return basis.layouts[layer].pack(codes, gains), product_of(factors, product_matrix(of_layer))
 
 
-def product_matrix(own: LayerBasis) -> Tensor:
+def product_matrix(layer: LayerBasis) -> Tensor:
     """What `product_of` takes for components, and behind them `below`: [C + X, X].
 
     It is float32 where a CPU does not multiply bfloat16 numbers, which would take it far longer.
     """
-    joined = own.inverse if own.predict is None else torch.cat([own.inverse, own.predict])
+    joined = layer.inverse if layer.predict is None else torch.cat([layer.inverse, layer.predict])
     slow = joined.device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return joined.float() if slow else joined
 

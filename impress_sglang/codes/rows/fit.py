@@ -52,16 +52,16 @@ class Moments:
             layers: of each layer keys [t, G, Dk], turned back to position 0, and values [t, G, Dv].
         """
         flat = [
-            torch.cat([own[SINK_TOKENS:].flatten(1).float() for own in layer], 1)
+            torch.cat([kvs[SINK_TOKENS:].flatten(1).float() for kvs in layer], 1)
             for layer in layers
         ]
         if not self._sums:
-            self.shapes = tuple((own.shape[1], own.shape[2]) for own in layers[0])
-            self.origins = [own.mean(0) for own in flat]
+            self.shapes = tuple((kvs.shape[1], kvs.shape[2]) for kvs in layers[0])
+            self.origins = [rows.mean(0) for rows in flat]
         self.count += len(flat[0])
         under = flat[0][:, :0]
-        for layer, (origin, own) in enumerate(zip(self.origins, flat, strict=True)):
-            here = own - origin
+        for layer, (origin, rows) in enumerate(zip(self.origins, flat, strict=True)):
+            here = rows - origin
             found = torch.cat([(torch.cat([under, here], 1).T @ here).double(), here.sum(0)[None]])
             if layer == len(self._sums):
                 self._sums.append(found)
@@ -73,14 +73,14 @@ class Moments:
         """Those of some heads alone."""
         found, places, begin = Moments(), [], 0
         for count, dim in self.shapes:
-            own = torch.arange(begin, begin + count * dim).view(count, dim)[heads]
-            places.append(own.flatten())
-            found.shapes += ((len(own), dim),)
+            features = torch.arange(begin, begin + count * dim).view(count, dim)[heads]
+            places.append(features.flatten())
+            found.shapes += ((len(features), dim),)
             begin += count * dim
         at = torch.cat(places).to(self.origins[0].device)
-        found.count, found.origins = self.count, [own[at] for own in self.origins]
+        found.count, found.origins = self.count, [origin[at] for origin in self.origins]
         for sums in self._sums:
-            squares = [own[at][:, at] for own in sums[:-1].split(begin)]
+            squares = [square[at][:, at] for square in sums[:-1].split(begin)]
             found._sums.append(torch.cat([*squares, sums[-1:, at]]))
         return found
 
@@ -98,7 +98,7 @@ class Moments:
         return self._covariance(self._sums[layer][: len(self.origins[layer])], layer - 1, layer)
 
     def _covariance(self, products: Tensor, one: int, other: int) -> Tensor:
-        left, right = (self._sums[own][-1] / self.count for own in (one, other))
+        left, right = (self._sums[side][-1] / self.count for side in (one, other))
         return products / self.count - left[:, None] * right
 
 
@@ -115,7 +115,7 @@ class Fit:
             _solve(moments, layer, None if metric is None else metric[layer])
             for layer in range(len(moments.origins))
         ]
-        self._variances = [own.variances for own in self._layers]
+        self._variances = [layer.variances for layer in self._layers]
 
     def thresholds(self, rates: Mapping[float, float]) -> dict[float, float]:
         """What each bit takes from the error at least; `rates` are bits per feature.
@@ -127,10 +127,13 @@ class Fit:
 
     def basis(self, least: Mapping[float, float], *, model: str = "", part: Part = WHOLE) -> Basis:
         """The basis at these `thresholds`; the same for the same numbers."""
-        bits = {keeps: tuple(_share_bits(self._variances, own)) for keeps, own in least.items()}
+        bits = {
+            keeps: tuple(_share_bits(self._variances, threshold))
+            for keeps, threshold in least.items()
+        }
         keeps = max(bits)
         given = bits.pop(keeps)
-        layers = tuple(own.basis(some) for own, some in zip(self._layers, given, strict=True))
+        layers = tuple(layer.basis(some) for layer, some in zip(self._layers, given, strict=True))
         return Basis(model, self._shapes, layers, part, keeps, bits)
 
 
@@ -165,8 +168,8 @@ def _solve(moments: Moments, layer: int, metric: Sequence[Tensor] | None) -> _So
         residual = residual - both - both.T + used.T @ under @ used
     if metric is None:
         metric = _by_variance(moments, layer)
-    roots = [_roots(own.double()) for own in metric]
-    root, inverse_root = (torch.block_diag(*own) for own in zip(*roots, strict=True))
+    roots = [_roots(matrix.double()) for matrix in metric]
+    root, inverse_root = (torch.block_diag(*blocks) for blocks in zip(*roots, strict=True))
     variances, vectors = torch.linalg.eigh(root @ residual @ root)
     variances, vectors = variances.flip(0), vectors.flip(1)
     # What never varies has no scale, and gets no bits.
@@ -213,7 +216,7 @@ def _threshold(variances: list[Tensor], rate: float) -> float:
 def _share_bits(variances: list[Tensor], threshold: float) -> list[tuple[int, ...]]:
     """Bits of the components of all layers; those without bits are left out."""
     found = []
-    for own in variances:
-        bits = (own[:, None].cpu() * _WORTH >= threshold).sum(1)
-        found.append(tuple(int(own) for own in bits if own))
+    for variance in variances:
+        bits = (variance[:, None].cpu() * _WORTH >= threshold).sum(1)
+        found.append(tuple(int(width) for width in bits if width))
     return found

@@ -56,7 +56,7 @@ def _levels(bits: int) -> Float32s:
 
 # Of b bits: float32 [2**b], ascending, and float32 [2**b - 1] between them.
 LEVELS = [_levels(bits) for bits in range(MAX_BITS + 1)]
-BOUNDS = [(own[1:] + own[:-1]) / 2 for own in LEVELS]
+BOUNDS = [(levels[1:] + levels[:-1]) / 2 for levels in LEVELS]
 # float32 [511]: the levels of 0 to 8 bits; those of b bits begin at 2**b - 1.
 LEVEL_TABLE = np.concatenate(LEVELS)
 
@@ -103,14 +103,14 @@ class RowLayout:
         found, begin, most, areas = np.full((count, 4, 2), -1, np.int32), _GAIN_BYTES, 0, []
         first_parts = np.full((count, 3), -1, np.int64)
         # Of high nibble, low nibble, crumb and bit, which codes have one.
-        has = np.array([(own >= 4, own == 8, own & 2, own & 1) for own in bits], np.bool_)
+        has = np.array([(width >= 4, width == 8, width & 2, width & 1) for width in bits], np.bool_)
         for area, (width, first, stop) in enumerate(((4, 0, 2), (2, 2, 3), (1, 3, 4))):
-            own = found[:, first:stop]
+            chosen = found[:, first:stop]
             there = has.reshape(-1, 4)[:, first:stop]
             element = np.arange(there.sum())
             size = -(-len(element) * width // 8)
-            own[there, 0] = begin + element % max(size, 1)
-            own[there, 1] = element // max(size, 1) * width
+            chosen[there, 0] = begin + element % max(size, 1)
+            chosen[there, 1] = element // max(size, 1) * width
             # A code that has two nibbles has the high one first.
             before = there.sum(1).cumsum() - there.sum(1)
             first_parts[:, area] = np.where(there[:, 0], most + before, -1)
