@@ -50,7 +50,7 @@ class Zygote:
     ) -> ForkServerProcess:
         """Start a server with these arguments of `sglang.launch_server`; its output goes to `log`.
 
-        `preload` is a module that it imports before SGLang's plugins; `environment` has variables
+        `preload` are modules that it imports before SGLang's plugins; `environment` has variables
         for what is read after SGLang was imported. It leads a process group of its own, and is
         killed when the caller ends.
         """
@@ -78,8 +78,8 @@ def _serve(argv: list[str], log: str, preload: str | None, environment: dict[str
     multiprocessing.set_start_method = lambda *_, **__: None  # type: ignore[assignment]
     status = 1
     try:
-        if preload:
-            importlib.import_module(preload)
+        for module in filter(None, (preload or "").split(",")):
+            importlib.import_module(module)
         load_plugins()
         launch_server(prepare_server_args(argv))
         status = 0

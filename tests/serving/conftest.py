@@ -49,33 +49,35 @@ def tiny_llama(workdir: Path) -> Path:
     return make_model("llama", workdir / "llama")
 
 
-@pytest.fixture(scope="session")
-def stock(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
-    """Stock SGLang with rectangular attention; the reference of every equality."""
-    log = workdir / "stock.log"
-    with running(tiny_llama, log, *TINY_FLAGS, zygote=zygote, preload=STOCK) as server:
-        yield server
-
-
-# Starts a server of ours for the time of a `with` block.
+# Starts a server for the time of a `with` block.
 Serve: TypeAlias = Callable[..., contextlib.AbstractContextManager[Server]]
 
 
 @pytest.fixture(scope="session")
-def serve(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Serve:
-    """With a log of this name, and a store, also another server's; in the end nothing has gone
-    wrong, unless it may. `words`: whether the model has a tokenizer."""
+def start(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Serve:
+    """Any server, with a log of this name; in the end nothing has gone wrong, unless it may."""
 
     @contextlib.contextmanager
     def start(
-        name: str,
-        *flags: str,
-        model: Path | None = None,
-        store: str | None = None,
-        words: bool = False,
-        quiet: bool = True,
-        **how: Any,
+        name: str, *flags: str, model: Path | None = None, quiet: bool = True, **how: Any
     ) -> Iterator[Server]:
+        log = workdir / f"{name}.log"
+        with running(model or tiny_llama, log, *flags, zygote=zygote, **how) as server:
+            yield server
+            if quiet:
+                server.assert_quiet()
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def serve(workdir: Path, start: Serve) -> Serve:
+    """One of ours, with a store of its own or another server's. `words`: whether the model has a
+    tokenizer."""
+
+    def serve(
+        name: str, *flags: str, store: str | None = None, words: bool = False, **how: Any
+    ) -> contextlib.AbstractContextManager[Server]:
         own = (
             *(flag for flag in TINY_FLAGS if not (words and flag == WORDLESS)),
             *store_flags(workdir / f"store-{store or name}"),
@@ -83,15 +85,17 @@ def serve(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Serve:
             # Which are taken at the start.
             "--impress-device-gb=0.1",
             "--impress-host-gb=0.2",
-            *flags,
         )
-        log = workdir / f"{name}.log"
-        with running(model or tiny_llama, log, *own, zygote=zygote, **how) as server:
-            yield server
-            if quiet:
-                server.assert_quiet()
+        return start(name, *own, *flags, **how)
 
-    return start
+    return serve
+
+
+@pytest.fixture(scope="session")
+def stock(start: Serve) -> Iterator[Server]:
+    """Stock SGLang with rectangular attention; the reference of every equality."""
+    with start("stock", *TINY_FLAGS, preload=STOCK) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ import os
 import signal
 from pathlib import Path
 
-import tests.serving.retracting_server  # noqa: F401
 from impress_sglang.storage.files import install
 from impress_sglang.store import health
 from tests.fault_control import CONTROL_VARIABLE, ControlledFaults

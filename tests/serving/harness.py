@@ -20,7 +20,7 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.core import servers
-from bench.core.servers import REQUEST_SECONDS, TRACEBACK, RunningServer
+from bench.core.servers import REQUEST_SECONDS, TRACEBACK, RunningServer, body_of
 from bench.core.session import BenchFailed, ReservedPort
 from bench.core.zygote import TELL_WHERE
 from bench.core.zygote import Zygote as ZygoteProcess
@@ -40,7 +40,7 @@ SPECULATING = "tests.serving.speculating_server"
 PREFILLING = "tests.serving.prefill_server"
 RETRACTING = "tests.serving.retracting_server"
 SKEWED = "tests.serving.skewed_server"
-RANKED, ALSO = "tests.serving.ranks_server", "TESTS_ALSO"
+RANKED = "tests.serving.ranks_server"
 # Runs the Python file that the variable names, in place of a server, and says how it ended.
 SCRIPT = "tests.serving.script"
 SCRIPT_VARIABLE, ARGUMENTS_VARIABLE = "TESTS_SCRIPT", "TESTS_SCRIPT_ARGUMENTS"
@@ -139,11 +139,10 @@ class Server(RunningServer):
         self, input_ids: Sequence[int], max_new_tokens: int = 8, **fields: Any
     ) -> requests.Response:
         """Greedy generation of exactly so many tokens; `impress_...` are custom parameters."""
-        sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
-        sampling |= fields.pop("sampling_params", {})
-        if custom := {own: fields.pop(own) for own in [*fields] if own.startswith("impress_")}:
-            sampling["custom_params"] = custom
-        return self.post("/generate", input_ids=[*input_ids], sampling_params=sampling, **fields)
+        custom = {own: fields.pop(own) for own in [*fields] if own.startswith("impress_")}
+        body = body_of(input_ids, max_new_tokens, custom)
+        body["sampling_params"] |= fields.pop("sampling_params", {})
+        return self.post("/generate", **body, **fields)
 
     def generate(
         self, input_ids: Sequence[int], max_new_tokens: int = 8, **fields: Any
@@ -288,21 +287,19 @@ def running(
     """A server for the time of a `with` block: forked, or by the real command without a zygote.
 
     `waits`: until it has warmed up. In the end it is killed, unless it `stops`, which closes its
-    store. `preload` is a module that makes another server of it, with
+    store. `preload` are modules that make another server of it, with
     `faults` its disk fails, one that `retracts` takes requests out and puts them back all the time,
     `ranks` share its heads, `stages` its layers, `replicas` its requests.
     """
-    if retracts and preload is None:
-        preload = RETRACTING
-    own, more = {**(environment or {}), **(RETRACT if retracts else {})}, list[str]()
+    own, modules, more = {**(environment or {})}, [preload or ""], list[str]()
+    if retracts:
+        own |= RETRACT
+        modules.append(RETRACTING)
     if faults is not None:
-        # Which retracts as well, as those do that have faults and something else.
-        preload = FAULTY if preload in (None, RETRACTING) else preload
         own[CONTROL_VARIABLE] = str(faults.path)
+        modules.append(FAULTY)
     if ranks * stages * replicas > 1:
-        # Which has faults and retracts as well, and what else a server is.
-        own[ALSO] = preload or ""
-        preload = RANKED
+        modules.append(RANKED)
         more = [f"--tp-size={ranks}", f"--pp-size={stages}", f"--dp-size={replicas}"]
         cores = (str(number % 2) for number in range(ranks * stages * replicas))
         own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(cores)
@@ -311,7 +308,7 @@ def running(
         argv += [*flags, *more]
         process: ForkServerProcess | LaunchedProcess
         if zygote is not None:
-            process = zygote.fork(argv, log, preload=preload, environment=own)
+            process = zygote.fork(argv, log, preload=",".join(modules), environment=own)
         else:
             process = LaunchedProcess(
                 [sys.executable, "-m", "sglang.launch_server", *argv],

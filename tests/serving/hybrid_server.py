@@ -1,4 +1,4 @@
-"""A server of Qwen3-Next on a CPU: what SGLang has in Triton alone, token by token in torch.
+"""A server of Qwen3-Next on a CPU: what SGLang has in Triton alone, in torch.
 
 Its layers are dense, as experts need kernels that a CPU has not.
 """
@@ -17,8 +17,7 @@ from sglang.srt.layers.attention.linear import gdn_backend
 from sglang.srt.layers.attention.linear.kernels import gdn_triton
 from sglang.srt.models import qwen3_next
 from torch import Tensor
-
-import bench.core.server  # noqa: F401
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 # Else the last inputs of convolutions are rounded where a pass ends.
 os.environ["SGLANG_MAMBA_CONV_DTYPE"] = "float32"
@@ -64,14 +63,16 @@ def gates(a_log: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> tuple[Tensor, Te
     return decay[None], b.float().sigmoid()[None]
 
 
-def _step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, share: Tensor) -> Tensor:
-    """One token: changes `state`, [heads, values, keys], and returns [heads, values]."""
-    ratio = len(v) // len(k)
-    q, k = (F.normalize(own.float(), dim=-1).repeat_interleave(ratio, 0) for own in (q, k))
-    state *= decay.exp()[:, None, None]
-    new = (v - torch.einsum("hvk,hk->hv", state, k)) * share[:, None]
-    state += new[..., None] * k[:, None]
-    return torch.einsum("hvk,hk->hv", state, q * q.shape[-1] ** -0.5)
+def _apply(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, share: Tensor) -> Tensor:
+    """Tokens [tokens, heads, ...] after `state` [heads, values, keys], which changes."""
+    ratio = v.shape[1] // k.shape[1]
+    rows = (own[None] for own in (q.repeat_interleave(ratio, 1), k.repeat_interleave(ratio, 1), v))
+    how = {"initial_state": state.mT[None], "output_final_state": True}
+    out, new = torch_chunk_gated_delta_rule(
+        *rows, decay[None], share[None], use_qk_l2norm_in_kernel=True, **how
+    )
+    state.copy_(new[0].mT)
+    return out[0]  # type: ignore[no-any-return]
 
 
 def extend(*, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **how: Any) -> Any:
@@ -79,11 +80,10 @@ def extend(*, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **how: A
     out, states, kept = torch.empty_like(v), how["initial_state"], []
     slots = how["initial_state_indices"].tolist()
     for span, slot in zip(_spans(how["cu_seqlens"]), slots, strict=True):
-        for token in range(span.start, span.stop):
-            if (token - span.start) % CHUNK == 0:
-                kept.append(states[slot].clone())
-            rows = (own[0, token] for own in (q, k, v, g, beta))
-            out[0, token] = _step(states[slot], *rows)
+        for first in range(span.start, span.stop, CHUNK):
+            kept.append(states[slot].clone())
+            part = slice(first, min(first + CHUNK, span.stop))
+            out[0, part] = _apply(states[slot], *(own[0, part] for own in (q, k, v, g, beta)))
     return out, None, torch.stack(kept)[None]
 
 
@@ -93,9 +93,10 @@ def decode(*, mixed_qkv: Tensor, a: Tensor, b: Tensor, out: Tensor, **how: Any) 
     heads, dim, width = how["initial_state"].shape[1:]
     size = (mixed_qkv.shape[1] - heads * dim) // 2
     for row, slot in enumerate(how["ssm_state_indices"].tolist()):
-        q, k, v = mixed_qkv[row].split([size, size, heads * dim])
-        both = q.view(-1, width), k.view(-1, width), v.view(heads, dim)
-        out[row, 0] = _step(how["initial_state"][slot], *both, decays[0, row], shares[0, row])
+        q, k, v = mixed_qkv[row : row + 1].split([size, size, heads * dim], 1)
+        both = q.view(1, -1, width), k.view(1, -1, width), v.view(1, heads, dim)
+        gated = decays[0, row : row + 1], shares[0, row : row + 1]
+        out[row] = _apply(how["initial_state"][slot], *both, *gated)
 
 
 def keep(

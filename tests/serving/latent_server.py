@@ -10,6 +10,4 @@ from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods
     AttnForwardMethod,
 )
 
-import bench.core.server  # noqa: F401
-
 handler.AttentionBackendRegistry._handlers["torch_native"] = lambda *_: AttnForwardMethod.MLA

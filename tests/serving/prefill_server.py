@@ -8,8 +8,6 @@ from sglang.srt.disaggregation import prefill
 from sglang.srt.disaggregation.utils import TransferBackend, get_kv_class
 from sglang.srt.managers import disagg_service
 
-import bench.core.server  # noqa: F401
-
 
 def _of_nobody(_: TransferBackend, kind: Any) -> Any:
     return get_kv_class(TransferBackend.FAKE, kind)

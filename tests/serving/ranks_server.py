@@ -1,20 +1,14 @@
-"""Ranks of a model on a CPU, with the faults of `faulty_server` if there are to be any, or as the
-server of other modules of tests.
+"""Ranks of a model on a CPU.
 
 SGLang's groups of processes try NCCL if it is installed, also on a CPU; here they have gloo only.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
 from typing import Any
 
 from sglang.srt.distributed import parallel_state
-
-for module in (os.environ["TESTS_ALSO"] or "tests.serving.retracting_server").split(","):
-    importlib.import_module(module)
 
 _ON_GPUS = ("use_pynccl", "use_pymscclpp", "use_custom_allreduce", "use_torch_symm_mem_all_reduce")
 _init = parallel_state.GroupCoordinator.__init__

@@ -1,5 +1,5 @@
-"""A server of `faulty_server`, with which a rule can also strike jobs and matches of a rank, and
-which tells what its ranks have:
+"""Beside `faulty_server`: a rule can also strike jobs and matches of a rank, and the server tells
+what its ranks have:
 
     POST /tests/ranks {"prompts": [[1, 2, 3]]}
 
@@ -23,7 +23,6 @@ from typing import Annotated, Any
 from fastapi import Body
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-import tests.serving.faulty_server  # noqa: F401
 from impress_sglang.plugin.admin import VERBS
 from impress_sglang.plugin.known import as_tokens, namespace_of
 from impress_sglang.plugin.routes import send

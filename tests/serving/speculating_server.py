@@ -16,7 +16,6 @@ from sglang.kernels.ops.attention import decode_attention, extend_attention
 from sglang.kernels.ops.speculative import spec_tree
 from torch import Tensor
 
-import bench.core.server  # noqa: F401
 from impress_sglang.plugin.rectangular import rectangular_attention
 
 

@@ -43,8 +43,8 @@ def assert_from_ssd(server: Server, answers: list[Answer], cached: list[int]) ->
 
 @pytest.fixture(scope="module")
 def batches(stock: Server) -> list[tuple[list[list[int]], list[Answer]]]:
-    """Prompts of 500 to 4,000 tokens in two batches, and stock's answers."""
-    lengths = ((4000, 900, 2300, 500), (1300, 3100, 1800))
+    """Prompts of 500 to 3,000 tokens in two batches, and stock's answers."""
+    lengths = ((3000, 900, 500), (1300, 2300))
     prompts = [[random_tokens(length, seed=length) for length in own] for own in lengths]
     return [(own, stock.generate_together(own, 24, return_logprob=True)) for own in prompts]
 

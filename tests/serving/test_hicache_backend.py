@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 
@@ -14,8 +12,8 @@ from impress_sglang.cli import DONE
 from impress_sglang.cli.main import main
 from impress_sglang.hicache.pages import SUFFIX
 from tests.damage import flip_bit
-from tests.serving.conftest import TINY_FLAGS, long
-from tests.serving.harness import LATENT, Server, Zygote, running
+from tests.serving.conftest import TINY_FLAGS, Serve, long
+from tests.serving.harness import LATENT, Server
 from tests.serving.tiny_models import make_model, random_tokens
 from tests.unit.waiting import wait_until
 
@@ -41,30 +39,23 @@ def stored_by(answer: dict[str, Any]) -> int:
     return int((details or {}).get("storage", 0))
 
 
-# Starts a server whose HiCache stores in a folder, by what the command line prints.
-Serving: TypeAlias = Callable[..., AbstractContextManager[Server]]
-
-
 @pytest.fixture
-def serving(workdir: Path, zygote: Zygote, capsys: pytest.CaptureFixture[str]) -> Serving:
-    @contextmanager
-    def start(name: str, model: Path, store: Path, *more: str, **how: Any) -> Iterator[Server]:
+def serving(start: Serve, capsys: pytest.CaptureFixture[str]) -> Serve:
+    """A server whose HiCache stores in a folder, by what the command line prints."""
+
+    def serving(name: str, model: Path, store: Path, *more: str, **how: Any) -> Any:
         assert main(["hicache-config", "--ssd-dir", str(store), "--ssd-gb", "1", *more]) == DONE
         config = f"--hicache-storage-backend-extra-config={capsys.readouterr().out}"
-        log = workdir / f"{name}.log"
-        how = {"preload": HICACHE, **how}
-        with running(model, log, *FLAGS, config, zygote=zygote, **how) as server:
-            yield server
-            server.assert_quiet()
+        return start(name, *FLAGS, config, model=model, **{"preload": HICACHE, **how})
 
-    return start
+    return serving
 
 
 def packs(store: Path) -> list[Path]:
     return list(store.glob(f"hicache/*/*{SUFFIX}"))
 
 
-def test_pages_are_kept_and_verified(workdir: Path, tiny_llama: Path, serving: Serving) -> None:
+def test_pages_are_kept_and_verified(workdir: Path, tiny_llama: Path, serving: Serve) -> None:
     store = workdir / "hicache"
     prompt = random_tokens(20 * PAGE + 5, seed=31)
     whole = 20 * PAGE
@@ -92,7 +83,7 @@ def test_pages_are_kept_and_verified(workdir: Path, tiny_llama: Path, serving: S
         wait_until(lambda: packs(store) and pack not in packs(store))
 
 
-def test_few_bits_and_new_weights(workdir: Path, tiny_llama: Path, serving: Serving) -> None:
+def test_few_bits_and_new_weights(workdir: Path, tiny_llama: Path, serving: Serve) -> None:
     """Pages take half of their bytes, and follow the weights of a server that runs; each of two
     ranks has those of its own heads."""
     store, whole = workdir / "hicache-bits", 20 * PAGE
@@ -125,7 +116,7 @@ def ask_until_stored(server: Server, prompt: list[int], whole: int) -> dict[str,
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", long("llama")])
-def test_two_ranks(workdir: Path, serving: Serving, family: str) -> None:
+def test_two_ranks(workdir: Path, serving: Serve, family: str) -> None:
     """Each has pages of its own heads; of latent vectors the first one writes what both read."""
     store, whole = workdir / f"hicache-ranks-{family}", 20 * PAGE
     model = make_model(family, workdir / "hicache-ranks" / family)

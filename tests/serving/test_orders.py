@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import requests
 
+from bench.core.servers import body_of
 from impress_sglang.cli import DONE
 from impress_sglang.cli.main import main
 from tests.serving.conftest import Serve
@@ -38,9 +39,7 @@ def ask(
 
 
 def generate(server: Server, tokens: list[int], **fields: Any) -> dict[str, Any]:
-    sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
-    body = {"input_ids": tokens, "sampling_params": sampling, **fields}
-    response = ask(server, "POST", "/generate", "user", **body)
+    response = ask(server, "POST", "/generate", "user", **body_of(tokens, 2, None), **fields)
     response.raise_for_status()
     ask(server, "POST", "/flush_cache?timeout=60", "admin").raise_for_status()
     answer: dict[str, Any] = response.json()

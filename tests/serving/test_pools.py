@@ -34,11 +34,13 @@ from tests.serving.tiny_models import (
 )
 from tests.serving.tiny_tokenizer import add_tokenizer
 
-PROMPTS = [random_tokens(length, seed=length) for length in (500, 1100, 2300)]
+PROMPTS = [random_tokens(length, seed=length) for length in (500, 1900)]
 FLAGS = ("--max-total-tokens=9000", "--impress-keep=auto")
 
 
-def assert_comes_back(server: Server, *, shared: bool = False) -> list[Answer]:
+def assert_comes_back(
+    server: Server, prompts: Sequence[list[int]] = PROMPTS, *, shared: bool = False
+) -> list[Answer]:
     """Exactly, and computed if it is damaged; returns what was answered to the prompts."""
 
     def heard() -> None:
@@ -48,7 +50,7 @@ def assert_comes_back(server: Server, *, shared: bool = False) -> list[Answer]:
             server.stats()
 
     told = []
-    for prompt in PROMPTS:
+    for prompt in prompts:
         server.generate(prompt, 1)
         answers = []
         for path in ("device", "ssd"):

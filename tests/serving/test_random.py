@@ -20,7 +20,8 @@ import pytest
 
 from tests.fault_control import FaultControl
 from tests.serving.clients import KINDS
-from tests.serving.harness import STOCK, Zygote, running
+from tests.serving.conftest import Serve
+from tests.serving.harness import STOCK, Zygote
 from tests.serving.lives import INDEPENDENT, RECKONED, Life, Lives
 from tests.serving.tiny_models import make_model
 from tests.serving.tiny_tokenizer import add_tokenizer
@@ -61,17 +62,15 @@ def models(workdir: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def catalogue(models: dict[str, Path], workdir: Path, zygote: Zygote) -> Catalogue:
+def catalogue(models: dict[str, Path], start: Serve) -> Catalogue:
     """What is asked, and stock's answers with each weights."""
     catalogue = make_catalogue(seed=3)
-    log = workdir / "random-stock.log"
-    with running(models["a"], log, *FLAGS, zygote=zygote, preload=STOCK) as stock:
+    with start("random-stock", *FLAGS, model=models["a"], preload=STOCK) as stock:
         for weights in ("a", "b"):
             if weights == "b":
                 path = str(models["b"])
                 assert stock.post("/update_weights_from_disk", model_path=path).json()["success"]
             assert answer_by_stock(catalogue, stock, weights) < 20
-        stock.assert_quiet()
     return catalogue
 
 

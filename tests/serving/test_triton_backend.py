@@ -18,7 +18,7 @@ import pytest
 
 from tests.serving.compare import assert_same, logprob_distance, paths, report
 from tests.serving.conftest import TINY_FLAGS, Serve
-from tests.serving.harness import STOCK, Server, Zygote, running
+from tests.serving.harness import STOCK, Server
 from tests.serving.tiny_models import make_model, random_tokens
 
 CHUNK = 64
@@ -40,9 +40,8 @@ def model(workdir: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stock_triton(workdir: Path, model: Path, zygote: Zygote) -> Iterator[Server]:
-    log = workdir / "stock-triton.log"
-    with running(model, log, *TINY_FLAGS, *FLAGS, zygote=zygote, preload=STOCK) as server:
+def stock_triton(start: Serve, model: Path) -> Iterator[Server]:
+    with start("stock-triton", *TINY_FLAGS, *FLAGS, model=model, preload=STOCK) as server:
         yield server
 
 

@@ -177,9 +177,11 @@ def test_request_that_waits_for_its_prefix(
     server: Server, other: Path, new: dict[str, Answer]
 ) -> None:
     """What a job has loaded of the old weights is used by nobody."""
+    # Nobody has stored it with the other weights.
+    server.store_prompts(FRESH)
     server.emulate_ssd(SLOW_MBPS)
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(ask, server, QUESTION)
+        asked = pool.submit(ask, server, FRESH)
         try:
             wait_until(lambda: loading(server) > 0, 60)
             assert server.post("/pause_generation", mode="retract").ok
@@ -188,7 +190,7 @@ def test_request_that_waits_for_its_prefix(
             server.emulate_ssd(0)
             assert server.post("/continue_generation", torch_empty_cache=False).ok
         answer = asked.result()
-    assert_same([new["question"]], [answer], TOLERANCE)
+    assert_same([new["fresh"]], [answer], TOLERANCE)
     assert paths([answer]) == ["computed"]
 
 

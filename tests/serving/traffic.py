@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from bench.core.servers import body_of
 from tests.serving.harness import Server
 from tests.serving.tiny_models import VOCAB, random_tokens
 
@@ -213,11 +214,10 @@ def _scores(chance: random.Random, systems: list[Tokens]) -> Iterator[Ask]:
 def _generate(
     name: str, kind: str, prompt: Tokens, sampling: dict[str, Any] | None = None, **fields: Any
 ) -> Ask:
-    greedy = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    sampling_params = {**greedy, **(sampling or {})}
+    body = body_of(prompt, NEW_TOKENS, None)
+    body["sampling_params"] |= sampling or {}
     # Only some servers heed priorities.
-    body = {"input_ids": prompt, "sampling_params": sampling_params, "priority": len(prompt) % 8}
-    return Ask(name, kind, "/generate", body | fields)
+    return Ask(name, kind, "/generate", body | {"priority": len(prompt) % 8} | fields)
 
 
 def answer_by_stock(catalogue: Catalogue, stock: Server, weights: str) -> int:

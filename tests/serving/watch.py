@@ -8,7 +8,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,42 +24,22 @@ MOST_GROWTH = 0.03
 MOST_GROWTH_BYTES = 300 << 20
 
 
-@dataclasses.dataclass
-class Record:
-    """Of one life: seconds since it began, and resident bytes of all its processes then."""
-
-    looks: list[tuple[float, int]] = dataclasses.field(default_factory=list)
-
-    @property
-    def seconds(self) -> float:
-        return self.looks[-1][0]
-
-    def resident(self, first: float, last: float) -> float:
-        """Median between two shares of the life."""
-        low, high = first * self.seconds, last * self.seconds
-        return statistics.median(size for at, size in self.looks if low <= at <= high)
-
-    @property
-    def end(self) -> float:
-        return self.resident(1 - WARM_UP, 1)
-
-
 class Watch:
     """Looks at the server of each life, on a thread of its own."""
 
     def __init__(self) -> None:
-        self.records: list[Record] = []
+        # Of each life: seconds since it began, and resident bytes of all its processes then.
+        self.lives: list[list[tuple[float, int]]] = []
 
     @contextlib.contextmanager
     def life(self, pid: int) -> Iterator[None]:
         """Look for the time of a `with` block at a server, which may be killed meanwhile."""
-        record, stopped, began = Record(), threading.Event(), time.monotonic()
+        stopped, began, looks = threading.Event(), time.monotonic(), list[tuple[float, int]]()
 
         def look_on() -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 while not stopped.wait(PERIOD_SECONDS):
-                    resident = resident_bytes(pid)
-                    record.looks.append((time.monotonic() - began, resident))
+                    looks.append((time.monotonic() - began, resident_bytes(pid)))
 
         with ThreadPoolExecutor(1) as pool:
             looking = pool.submit(look_on)
@@ -67,33 +47,38 @@ class Watch:
                 yield
             finally:
                 stopped.set()
-                if record.looks:
-                    self.records.append(record)
             # Who stops looking has seen nothing wrong, which is no finding.
             looking.result()
+        self.lives.append(looks)
 
     def growths(self) -> dict[str, float]:
         """Of resident bytes, in lives that are long, from the end of the warm-up on."""
         return {
-            f"in a life of {own.seconds / 60:.0f} min": own.end / own.resident(WARM_UP, 2 * WARM_UP)
+            f"in a life of {own[-1][0] / 60:.0f} min": _resident(own, 1 - WARM_UP)
+            / _resident(own, WARM_UP)
             - 1
-            for own in self.records
-            if own.seconds >= LONG_SECONDS
+            for own in self.lives
+            if own and own[-1][0] >= LONG_SECONDS
         }
 
     def problems(self) -> list[str]:
         """What may not be."""
+        grown = self.growths().items()
         return [
-            f"memory grew by {share:.1%} {where}"
-            for where, share in self.growths().items()
-            if share > MOST_GROWTH
+            f"memory grew by {share:.1%} {where}" for where, share in grown if share > MOST_GROWTH
         ]
 
     def summary(self) -> str:
         """In figures."""
         grown = ", ".join(f"{share:+.2%} {where}" for where, share in self.growths().items())
-        ends = [own.end / 1e6 for own in self.records]
+        ends = [_resident(own, 1 - WARM_UP) / 1e6 for own in self.lives if own]
         return f"resident {min(ends):.0f} to {max(ends):.0f} MB ({grown or 'no long life'})"
+
+
+def _resident(looks: Sequence[tuple[float, int]], share: float) -> float:
+    """Median from this share of a life on, for as long as its warm-up."""
+    first, last = (own * looks[-1][0] for own in (share, share + WARM_UP))
+    return statistics.median(size for at, size in looks if first <= at <= last + 1e-9)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,6 @@ from typing import Any
 
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-import bench.core.server  # noqa: F401
-
 
 def _translated(attend: Callable[..., Any]) -> Callable[..., Any]:
     def translate(
