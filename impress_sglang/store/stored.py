@@ -44,7 +44,8 @@ class StoredSegment:
     `dependents` counts segments attached below it, by their `level`; `last_access` is a logical
     time; `history` is what `paper/` learns of its tokens; `written` is when its file was, as of
     `time.time`, and `due` when it expires; `above` is a hint of an earlier process, what it was
-    attached to. `children` are the segments that build on it, see `Children`.
+    attached to. `children` are the segments that build on it, see `Children`;
+    `states` are the places of those among them that are states, ascending.
 
     Segments of a lower `level` leave the SSD before it.
     """
@@ -60,6 +61,7 @@ class StoredSegment:
     dependents: list[int] = dataclasses.field(init=False)
     parent: StoredSegment | None = dataclasses.field(init=False, default=None)
     children: Children = dataclasses.field(init=False, repr=False, default_factory=dict)
+    states: list[int] = dataclasses.field(init=False, repr=False, default_factory=list)
     history: Any = dataclasses.field(init=False, default=None)
     due: float = dataclasses.field(init=False, default=math.inf)
     level: Priority = dataclasses.field(init=False)

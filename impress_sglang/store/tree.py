@@ -17,6 +17,7 @@ Invariants (`check`):
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import time
@@ -42,6 +43,9 @@ from impress_sglang.store.stored import (
     StoredSegment,
     StoredSpan,
 )
+
+# Of how many states of a match it is asked whether they may be read.
+_MOST_STATES = 256
 
 
 class StoredTree:
@@ -103,12 +107,18 @@ class StoredTree:
         return StoredMatch(tuple(spans))
 
     def states_in(self, match: StoredMatch) -> Iterator[int]:
-        """How many tokens of a match are before each state that may be read now, the last first."""
-        now = time.time()
+        """How many tokens of a match are before each state that may be read now, the last first.
+
+        Only the last ones are looked at: requests wait meanwhile.
+        """
+        now, left = time.time(), _MOST_STATES
         for span in reversed(match.spans):
-            stop = span.segment.info.prefix_len + span.stop
-            for place in sorted(span.segment.children, reverse=True):
-                if place <= stop and _state_at(span.segment, place, now):
+            states = span.segment.states
+            stop = bisect.bisect_right(states, span.segment.info.prefix_len + span.stop)
+            last = states[max(stop - left, 0) : stop]
+            left -= len(last)
+            for place in reversed(last):
+                if _state_at(span.segment, place, now):
                     yield place
 
     def state_behind(self, match: StoredMatch) -> tuple[StoredSpan, ...]:
@@ -262,6 +272,8 @@ class StoredTree:
     def _adopt(self, above: StoredSegment, children: Children) -> None:
         """Let what has built on one segment build on another."""
         above.children |= children
+        states = (at for at, place in children.items() if STATE_TOKEN in place)
+        above.states = sorted([*above.states, *states])
         for own in _each(children):
             assert own.parent is not None
             own.parent.dependents[own.level] -= 1
@@ -278,7 +290,10 @@ class StoredTree:
         else:
             children = above.children
             above.dependents[segment.level] += 1
-        same = children.setdefault(info.prefix_len, {}).setdefault(int(info.tokens[0]), [])
+        place, token = children.setdefault(info.prefix_len, {}), int(info.tokens[0])
+        if above is not None and token == STATE_TOKEN and token not in place:
+            bisect.insort(above.states, info.prefix_len)
+        same = place.setdefault(token, [])
         same.append(segment)
         same.sort(key=lambda own: own.info.quality.rank)
         self._segments[info.segment_id] = segment
@@ -295,6 +310,8 @@ class StoredTree:
         place[token].remove(segment)
         if not place[token]:
             del place[token]
+            if above is not None and token == STATE_TOKEN:
+                del above.states[bisect.bisect_left(above.states, info.prefix_len)]
         if not place:
             del children[info.prefix_len]
         if above is not None:
@@ -339,6 +356,7 @@ class StoredTree:
         behind = {at: own for at, own in hole.children.items() if at > stop}
         for at in behind:
             del hole.children[at]
+        del hole.states[bisect.bisect_right(hole.states, stop) :]
         self._dig(hole, stop, behind, hole)
         _shorten(hole)
 

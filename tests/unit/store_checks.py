@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 
 from impress_sglang.loops.types import Flags
+from impress_sglang.storage.segment import STATE_TOKEN
 from impress_sglang.store.content import ContentIndex
 from impress_sglang.store.eviction_order import EvictionOrder
 from impress_sglang.store.lookahead import LookAhead
@@ -84,6 +85,9 @@ def check_tree(tree: StoredTree) -> None:
     for own in segments:
         tree.check(own)
         assert own.dependents == [dependents[own, level] for level in type(own.level)]
+        assert own.states == sorted(
+            at for at, place in own.children.items() if STATE_TOKEN in place
+        )
 
 
 def check_order(order: EvictionOrder, segments: list[StoredSegment]) -> None:

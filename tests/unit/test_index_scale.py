@@ -6,11 +6,12 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
-from impress_sglang.storage.segment import Priority
+from impress_sglang.storage.segment import STATE_TOKEN, Priority
 from impress_sglang.store import disk as disk_module
 from impress_sglang.store import places
 from impress_sglang.store import tree as tree_module
@@ -177,6 +178,40 @@ def test_a_match_passes_a_segment_in_one_step(monkeypatch: pytest.MonkeyPatch) -
             ]
 
     assert len(steps) == 4 * (1 + 2 + 2)
+
+
+class Unlisted(dict[int, Any]):
+    """What builds on a segment, looked up by its place only."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("all places were looked at")
+
+    keys = items = values = __iter__  # type: ignore[assignment]
+
+
+def test_states_are_found_without_a_look_at_each_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each token of a prompt others may have left it, with states that are of no use."""
+    tree, tokens = StoredTree(), list(range(1000))
+    long = stored_segment("long", tokens)
+    assert tree.insert(long, NO_TOKENS)
+    for left in range(1, 1000):
+        own, state = [1000 + left], SegmentState.PENDING if left > 700 else SegmentState.READY
+        assert tree.attach(stored_segment(f"left {left}", own, tokens[:left]), long)
+        if left > 650 and left % 5:
+            late = stored_segment(f"state {left}", [STATE_TOKEN], tokens[:left], state=state)
+            assert tree.attach(late, long)
+    long.children = Unlisted(long.children)
+    looked = calls_of(monkeypatch, tree_module, "_state_at")
+
+    assert (
+        list(tree.states_in(tree.match("", as_tokens(tokens))))
+        == [*(left for left in range(700, 650, -1) if left % 5)][: 256 - 240]
+    )
+    assert len(looked) == 256
+    looked.clear()
+    assert next(tree.states_in(tree.match("", as_tokens(tokens[:700])))) == 699
+    assert not list(tree.states_in(tree.match("", as_tokens(tokens[:650]))))
+    assert len(looked) == 1
 
 
 def test_of_requests_for_one_prefix_the_caches_are_told_once(

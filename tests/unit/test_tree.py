@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from impress_sglang.serving.load_planner import LoadPlanner
 from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.store import tree as tree_module
 from impress_sglang.store.places import Places
 from impress_sglang.store.prefix_hashes import prefix_digest
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
@@ -133,9 +135,30 @@ def test_what_follows_a_match(tree: StoredTree, put: Put) -> None:
     tree.touch(tree.match("", as_tokens(P)))
     used = [own for own in tree.segments() if own.hits and own.last_access == tree.order.now]
     assert [own.segment_id for own in used] == ["a", "between"]
+    with mock.patch.object(tree_module, "_MOST_STATES", 2):
+        assert ends([*P, 7, 8, 9]) == [(8, "behind", 2), (6, "between", 2)]
     late.state = SegmentState.SUSPECT
     assert ends([*P, 7, 8]) == [(6, "between", 2), (3, "inside", 2)]
     assert not tree.state_behind(tree.match("", as_tokens([*P, 7, 8])))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_states_are_known_of_what_comes_and_goes(tree: StoredTree, seed: int) -> None:
+    """Also where holes are dug, filled and split below them."""
+    chance, seen = np.random.default_rng(seed), 0
+    for number in range(200):
+        tokens = (chance.random(8) < 0.1).astype(int).tolist()
+        start, stop = sorted(chance.integers(0, 9, 2).tolist())
+        own = tokens[start:stop] if number % 2 else [-1]
+        if own and (start or number % 2):
+            new = stored_segment(str(number), own, tokens[:start])
+            tree.insert(new, as_tokens(tokens[:start]))
+        there = [own for own in tree.segments() if not own.lost]
+        if len(there) > 8:
+            tree.lose(there[chance.integers(len(there))])
+        check_tree(tree)
+        seen += any(own.states for own in tree.segments() if own.lost)
+    assert seen > 20
 
 
 spans = st.builds(
