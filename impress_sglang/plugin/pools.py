@@ -1,13 +1,13 @@
-"""What SGLang's pools keep of a token in a layer, two streams, and who has which of their slots.
+"""The KV format of SGLang's pools, and the allocation of their slots.
 
-A stream is a view [slots, heads, dimensions] of a pool, in the dtype that its bytes are kept in.
-Storage cuts, keeps and restores streams without knowing what they are; it calls the first one keys
-and the second one values, which they are in most pools. What else a pool keeps (index keys of
-sparse attention, rows of windows, drafts) is packed into further layers: `filling.PackedLayers`.
+Keys and values are views [slots, heads, dimensions] of a pool, in the dtype of its bytes. Storage
+treats them as opaque; for some pools (MLA) they are not keys and values. Other content of a pool
+(index keys of sparse attention, SWA KVs, drafts) is packed into further layers:
+`filling.PackedLayers`.
 
-Layers without KVs (linear attention, Mamba) keep a state where a prefix ends, without which it
-cannot be used. In the store a state stands behind its prefix, as KVs of tokens that nobody sends:
-so it is found, kept, and removed as what was computed behind the prefix.
+Layers without KVs (linear attention, Mamba) keep a state at the end of a prefix, which cannot be
+used without it. The store keeps a state as KVs of reserved tokens after its prefix, so that it is
+found and removed together with it.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ EIGHT_BITS = (
 )
 LATENT = "latent vectors (MLA) are stored as they are"
 STATEFUL = "states of layers without KVs are stored with the others, and only as they are"
-# What SGLang keeps beside or instead of states that it can move.
+# Attributes for states that SGLang keeps in a form that cannot be moved.
 _OTHER_STATES = ("mamba_ckpt_pool", "mamba_v2p_table")
 
 
 class PoolLayers(StoredLayers):
-    """The streams of the layers of SGLang's pool, without waiting for any."""
+    """Keys and values of the layers of SGLang's pool, without waiting for layer transfers."""
 
     def __init__(self, pool: Any) -> None:
         super().__init__(self._of_pool)
         self._pool = full_pool(pool)
         self._whole = None if window_pool(pool) is None else pool
         self.beyond = 0
-        """On how many tokens behind its own a slot depends: drafts are given the next one."""
+        """Number of tokens after its own that a slot depends on: drafts see the next one."""
 
     def add(
         self, shape: KVShape, pools: Sequence[Any], window: int = 0, *, raw: bool = True
     ) -> KVShape:
-        """Take other pools for further layers; returns the shape with these.
+        """Add other pools as further layers; returns the extended shape.
 
-        `window`: they are the pool of layers with windows of so many tokens. `raw`: they are kept
-        as they are, also where others are coded.
+        `window`: they are the pool of layers with sliding windows of this many tokens. `raw`: they
+        are stored exactly, even if other layers are coded.
         """
 
         def parts() -> list[Tensor]:
@@ -71,7 +71,7 @@ class PoolLayers(StoredLayers):
         )
 
     def _of_pool(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Both streams of a layer, counted from the first of the pool."""
+        """Return keys and values of a layer, counted from the first of the pool."""
         pool, number = self._pool, layer + self._pool.start_layer
         if is_latent(pool):
             whole = pool.kv_buffer[layer]
@@ -83,28 +83,28 @@ class PoolLayers(StoredLayers):
         return keys, values
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """What slots, int64 [t], have of a layer of the store: [t, heads, dimensions] each."""
+        """Read slots, int64 [t], of a layer of the store: [t, heads, dimensions] each."""
         if self.packed is not None and layer >= self.packed.first:
             return self.packed.read(layer, self.rows(slots))
         keys, values = (kv[slots] for kv in self(layer))
         return keys, values
 
     def number(self, layer_id: int) -> int:
-        """Which layer of the store a layer of the model is."""
+        """Return the layer of the store for a layer of the model."""
         if self._whole is None or self.packed is None:
             return layer_id - int(self._pool.start_layer)
         number, windowed = self._whole.layers_mapping[layer_id]
         return int(number) + self.packed.first * windowed
 
     def rows(self, slots: Tensor) -> Tensor:
-        """Where other pools keep the tokens of slots; 0 for nowhere."""
+        """Translate slots to rows of the other pools; 0 for none."""
         pool = self._whole
         return slots if pool is None else pool.translate_loc_from_full_to_swa(slots).long()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Streams:
-    """What a pool keeps: the heads of both streams, dimensions of each, and their dtype.
+    """Format of a pool's KVs: heads, dimensions of keys and of values, and their dtype.
 
     `no_codes` says why KVs are not coded; empty if they may be.
     """
@@ -116,7 +116,8 @@ class Streams:
 
 
 def streams_of(pool: Any, model_dtype: torch.dtype) -> Streams:
-    """What SGLang's pool keeps; `UnsupportedError` if it is not known how, or it keeps more."""
+    """Return the format of SGLang's pool; `UnsupportedError` if it is unknown, or the pool has
+    more."""
     try:
         layers, kv_format = PoolLayers(pool), _kv_format(pool, model_dtype)
         kvs = [layers(layer) for layer in range(pool.layer_num)]
@@ -142,14 +143,14 @@ def streams_of(pool: Any, model_dtype: torch.dtype) -> Streams:
 
 
 def full_pool(pool: Any) -> Any:
-    """The pool of the layers that keep all tokens."""
+    """Return the pool of the layers that keep all tokens."""
     return getattr(pool, "full_kv_pool", pool)
 
 
 def window_pool(pool: Any) -> Any:
-    """The pool of the layers with sliding windows, in which tokens have other rows; None: without.
+    """Return the pool of the layers with sliding windows, which has rows of its own, or None.
 
-    Raises `UnsupportedError` if it is not known how these are kept.
+    Raises `UnsupportedError` if its layout is unknown.
     """
     swa_pool = getattr(pool, "swa_kv_pool", None)
     if swa_pool is not None and not (
@@ -165,15 +166,15 @@ def window_pool(pool: Any) -> Any:
 
 
 def pool_of(pool: Any, layer_id: int) -> Any:
-    """The pool that keeps a layer of a model."""
+    """Return the pool that has a layer of a model."""
     swa_pool = window_pool(pool)
     return (full_pool(pool), swa_pool)[swa_pool is not None and pool.layers_mapping[layer_id][1]]
 
 
 def index_keys(pool: Any) -> list[Tensor]:
-    """By which sparse attention (DSA) chooses among tokens: uint8 [slots, bytes] of each layer.
+    """Return the index keys of sparse attention (DSA): uint8 [slots, bytes] of each layer.
 
-    SGLang keeps those of a page in one piece, keys before scales. Prefixes consist of whole pages,
+    SGLang stores those of a page in one piece, keys before scales. Prefixes consist of whole pages,
     so each slot may stand for any part of its page. Raises `UnsupportedError` if tokens share some.
     """
     buffers = getattr(pool, "index_k_with_scale_buffer", ())
@@ -183,9 +184,9 @@ def index_keys(pool: Any) -> list[Tensor]:
 
 
 def is_latent(pool: Any) -> bool:
-    """Whether a pool has one vector of a token in a layer, from which models make keys and values.
+    """Whether a pool has one vector per token and layer, from which models make keys and values.
 
-    Its streams are the latent part and the rotary part.
+    Its "keys" are the latent part, its "values" the rotary part.
     """
     return hasattr(pool, "kv_lora_rank")
 
@@ -206,9 +207,9 @@ def _kv_format(pool: Any, model_dtype: torch.dtype) -> Streams:
 
 
 def state_layers(pool: Any, shape: KVShape) -> PackedLayers:
-    """The states of a pool of requests, `HybridReqToTokenPool`, in segments of a shape.
+    """Return the states of a `HybridReqToTokenPool`, in segments of a shape.
 
-    Raises `UnsupportedError` if SGLang keeps them otherwise.
+    Raises `UnsupportedError` if SGLang keeps them in another form.
     """
     mamba_pool = pool.mamba_pool
     strange = [name for name in _OTHER_STATES if getattr(pool, name, None) is not None]
@@ -227,7 +228,7 @@ def state_layers(pool: Any, shape: KVShape) -> PackedLayers:
 
 
 def kinds_of_states(pool: Any) -> list[tuple[str, str, tuple[int, ...], int]]:
-    """What a state consists of, for the identity of a model."""
+    """Describe the parts of a state, for the identity of a model."""
     return [
         (name, str(state.dtype), tuple(state.shape[1:]), layer)
         for name, state, _, layer in pool.mamba_pool._iter_transfer_state_entries()
@@ -235,19 +236,20 @@ def kinds_of_states(pool: Any) -> list[tuple[str, str, tuple[int, ...], int]]:
 
 
 def behind(tokens: Tokens, states: PackedLayers) -> Tokens:
-    """A prefix, and the tokens that stand for its state."""
+    """Append the tokens that stand for a state to its prefix."""
     return np.concatenate([tokens, np.full(states.tokens, STATE_TOKEN, np.int32)])
 
 
 class Allocation:
-    """Takes slots and gives them back; the scheduler's thread owns it.
+    """Allocates and frees slots. Thread: scheduler.
 
-    With sliding windows the last tokens of a prefix have `rows` of their own beside their slots,
-    and SGLang's table says which. A state is one row at the end of a prefix. Both are int64.
+    With sliding windows, the last tokens of a prefix have `rows` of their own beside their slots,
+    mapped by SGLang's table. A state is one row at the end of a prefix. Both are int64.
     """
 
     def __init__(self, cache: Any, window: int, *, states: bool = False) -> None:
-        """Of the last `window` tokens, in whole pages, rows are needed; `states`: there are any."""
+        """`window`: trailing tokens that need SWA rows, in whole pages; `states`: the model has
+        states."""
         self._cache = cache
         self._allocator = cache.token_to_kv_pool_allocator
         self._states = cache.req_to_token_pool.mamba_allocator if states else None
@@ -255,18 +257,17 @@ class Allocation:
         self.has_rows = bool(window) or states
 
     def protected_rows(self) -> int:
-        """Rows that are locked in SGLang's tree."""
+        """Count the rows that are locked in SGLang's tree."""
         core = self._cache.tree_core
         return int(core.swa_protected_size() if self.window else core.mamba_protected_size())
 
     def evict_params(self, slots: int, rows: int) -> EvictParams:
-        """What SGLang is to evict."""
         if self._states is not None:
             return EvictParams(slots, mamba_num=rows)
         return EvictParams(slots, rows)
 
     def available(self) -> tuple[int, int]:
-        """Slots and rows that nobody has."""
+        """Count the free slots and rows."""
         if self.window:
             return int(self._allocator.full_available_size()), int(
                 self._allocator.swa_available_size()
@@ -275,14 +276,14 @@ class Allocation:
         return int(self._allocator.available_size()), int(rows)
 
     def is_empty(self) -> bool:
-        """Whether nobody has any."""
+        """Whether all slots and rows are free."""
         all_rows = self._allocator.size_swa if self.window else 0
         if self._states is not None:
             all_rows = self._states.size
         return self.available() == (self._allocator.size_full, all_rows)
 
     def take(self, count: int) -> tuple[Tensor, Tensor] | None:
-        """Slots for so many tokens, and rows, evicting others if need be; None without room."""
+        """Allocate slots for `count` tokens, and their rows, with eviction; None without room."""
         needed = count, min(self.window, count) if self._states is None else 1
         missing = [max(need - free, 0) for need, free in zip(needed, self.available(), strict=True)]
         if any(missing):
@@ -301,7 +302,7 @@ class Allocation:
         return slots.to(torch.int64), rows.to(torch.int64)
 
     def give_back(self, slots: Tensor, rows: Tensor) -> None:
-        """Free slots that are in nobody's tree."""
+        """Free slots that are in no tree."""
         if not self.window:
             self._allocator.free(slots)
             self.give_rows_back(rows)
@@ -310,6 +311,6 @@ class Allocation:
         self._allocator.free_full(slots)
 
     def give_rows_back(self, rows: Tensor) -> None:
-        """Free a state that is in nobody's tree."""
+        """Free a state that is in no tree."""
         if self._states is not None:
             self._states.free(rows)

@@ -1,9 +1,9 @@
-"""Shows at the start that KVs come back as they were, whatever release of SGLang keeps them.
+"""Tests at startup that KVs come back as they were, whatever release of SGLang keeps them.
 
-SGLang's pool is given random KVs as a pass gives them to it. They are stored and loaded by the ways
-of all KVs, in a store of a moment, into other slots, and SGLang is asked what is there. Nobody uses
-a slot yet. Of codes by a basis it shows little: most bases find these KVs unlike all that they
-know, so that they come back exactly.
+Random KVs are written to SGLang's pool as a pass would write them. They are stored and loaded
+through the normal code path, in a temporary store, into other slots, and read back through SGLang.
+No request uses the pool yet. This tests little of codes by a basis: most bases find random KVs
+unlike anything that they know, and keep them exactly.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ MAX_TOKENS = 72
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Given:
-    """What a pool was given, `right` [3n, ...], and the rows, int64 [3n], where SGLang finds it.
+    """Content that a pool was given, `right` [3n, ...], and its rows, int64 [3n], in SGLang's pool.
 
-    Of the rows, the first n are stored, the next n filled, and of the last n nothing may change.
+    The first n rows are stored, the next n filled, and the last n must not change.
     """
 
     what: str
@@ -68,7 +68,7 @@ class _Given:
     """Whether these are KVs of the model in layers that attend to all tokens."""
 
     def difference(self, max_error: float) -> str:
-        """What is not as it should be, if it may be off by `most` on average; empty if all is."""
+        """Describe what differs, if it is off by more than `max_error` on average; else empty."""
         count, pool, right = -(-len(self.rows) // 3), self.find(), self.right.cpu().double()
         # Rows of eight bits cannot be indexed as floats.
         now = pool.view(torch.uint8)[self.rows].view(pool.dtype).cpu().double()
@@ -85,15 +85,15 @@ def check_kvs(
     shape: KVShape,
     codec: Codec | None,
 ) -> float:
-    """Store and load random KVs; returns the seconds that it took.
+    """Store and load random KVs; returns the seconds that this took.
 
     `runners` are SGLang's `ModelRunner` of the model, and of draft models with pools of their own,
-    after the pools are made and before any request; `layers` and `shape` are of all these. Raises
-    `UnsupportedError` if KVs are not what they were, or requests are made in another way.
+    after the pools are made and before any request; `layers` and `shape` cover all of these. Raises
+    `UnsupportedError` if KVs differ, or requests are made in another way.
     """
     check_plain()
     began = time.perf_counter()
-    # Also where only codes are kept: what is exact shows every error.
+    # Even where only codes are kept: exact KVs show every error.
     shape = dataclasses.replace(shape, exact=True, probe_kv_heads=())
     try:
         with tempfile.TemporaryDirectory(prefix="impress-self-test-") as folder:
@@ -105,7 +105,7 @@ def check_kvs(
             with contextlib.closing(store), _rows_for(runners[0].token_to_kv_pool):
                 error = _error(runners, layers, store, shape, codec)
     except Exception as caught:
-        # Whatever it is, requests would meet it as well.
+        # Any error here would hit requests as well.
         error = repr(caught)
     if error:
         raise UnsupportedError(
@@ -124,7 +124,7 @@ def _error(
     shape: KVShape,
     codec: Codec | None,
 ) -> str:
-    """What goes wrong; empty if nothing does."""
+    """Return the error found; empty if there is none."""
     random, main = torch.Generator().manual_seed(1), runners[0].token_to_kv_pool
     packed, states = layers.packed, layers.states
     count = min(MAX_TOKENS, _size_of(main) // 3)
@@ -142,7 +142,7 @@ def _error(
     for exact in (True, False)[: 1 + shape.coded]:
         source = store.segments.open(spans, exact=exact)
         for part in () if packed is None else packed.parts():
-            # What was loaded before shows nothing.
+            # Clear KVs of the previous load.
             part[rows] = 0
         for layer in range(shape.num_layers):
             own_rows = packed is not None and layer >= packed.first
@@ -174,7 +174,7 @@ def _error(
 def _stored(
     store: PrefixStore, tokens: Tokens, read: Any, slots: Tensor, forward_stream: Any
 ) -> Sequence[StoredSpan]:
-    """What is stored of tokens after it was read from slots."""
+    """Store tokens, read from slots, and return their stored spans."""
     abandoned, reading = threading.Event(), threading.Lock()
     store.writes.offer(
         "",
@@ -191,13 +191,13 @@ def _stored(
 
 
 def _size_of(pool: Any) -> int:
-    """How many slots, and rows for windows if there are any, a pool has at least."""
+    """Return the slots of a pool, or its rows for windows if those are fewer."""
     return int(min(pool.size, getattr(pool, "size_swa", pool.size)))
 
 
 @contextlib.contextmanager
 def _rows_for(pool: Any) -> Iterator[None]:
-    """Let each slot of a pool with windows have a row, which is another number."""
+    """Map each slot of a pool with windows to a row with another number."""
     if window_pool(pool) is None:
         yield
         return
@@ -208,13 +208,13 @@ def _rows_for(pool: Any) -> Iterator[None]:
 
 
 def _give(runner: Any, slots: Tensor, random: torch.Generator, main: Any) -> Iterator[_Given]:
-    """Give random KVs to slots, int64 [3n], of a pool as a pass does; `main`: that of the model."""
+    """Give random KVs to slots, int64 [3n], of a pool as a pass does; `main`: the model's pool."""
     pool = runner.token_to_kv_pool
     full, windows = full_pool(pool), window_pool(pool)
     for part in index_keys(full):
         yield _random("index keys", part, slots)
     if getattr(pool, "dsa_kv_cache_store_fp8", False):
-        # Packed with scales by what attends, and by nothing else.
+        # Only the attention backend packs these, with their scales.
         for number, kvs in enumerate(pool.kv_buffer):
             yield _random(f"KVs of layer {number}", kvs.flatten(1).view(torch.uint8), slots)
         return

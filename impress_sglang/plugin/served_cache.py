@@ -1,19 +1,19 @@
-"""SGLang's tree cache with a store: what left the tree is brought back before a request runs.
+"""SGLang's tree cache with a store: evicted prefixes are loaded before a request runs.
 
-SGLang owns slots, tree and passes. Its seams for stores, which `enable_lmcache` of the scheduler
-switches on, are all that is used of it:
+SGLang owns slots, tree and passes. Only its hooks for stores are used, which `enable_lmcache` of
+the scheduler enables:
 
     _prefetch_kvcache            -> match_prefix, prefetch_from_storage: plan, begin or join a job
     get_new_batch_prefill        -> check_prefetch_progress: hold a request back; others pass
-                                 -> pop_prefetch_loaded_span: what is reported as from storage
+                                 -> pop_prefetch_loaded_span: tokens reported as from storage
     PrefillAdder                 -> finish_storage_prefetch_admission: a request is admitted
     _process_hicache_events      -> check_hicache_events: once per pass
     is_fully_idle                -> has_pending_cache_operations: no flush while slots are filled
     _release_aborted_request     -> release_aborted_request
 
-What a request accepts is part of its key (`serving.kv_class`), so that within a class what was
-loaded and what was computed behind it are shared, evicted, locked and reported as SGLang always
-does. Only the scheduler's thread calls this class.
+The KVs that a request accepts are part of its key (`serving.kv_class`). So SGLang shares, evicts,
+locks and reports loaded tokens, and tokens computed after them, within a class as it always does.
+Thread: scheduler.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from impress_sglang.serving.service import Service
 logger = logging.getLogger(__name__)
 
 UNCHECKED, RUNNING, OK, FAILED = "unchecked", "running", "ok", "failed"
-# Seconds after which a step of a check looks at nothing further.
+# Seconds after which a step of a check ends.
 STEP_S = 0.001
 
 
 class ServedCache(UnifiedRadixCache):
-    """SGLang's `UnifiedRadixCache` with a store; SGLang's own until it serves.
+    """SGLang's `UnifiedRadixCache` with a store; plain SGLang until it is attached.
 
-    Where prefixes are loaded within passes (`paper.plugin`), there are no `loads` to be made.
+    Where prefixes are loaded within passes (`paper.plugin`), `loads` has no jobs.
     """
 
     loads: PrefixLoads
@@ -74,8 +74,8 @@ class ServedCache(UnifiedRadixCache):
     ) -> None:
         """Make a tree cache with the store of `service`.
 
-        Queries of the `model` are sampled; passes run on the `forward_stream`. `read_identity` is
-        called again after each flush. `adapters`: SGLang's `LoRAManager`, if it has one.
+        Queries of `model` are sampled; passes run on `forward_stream`. `read_identity` is called
+        again after each flush. `adapters`: SGLang's `LoRAManager`, if it has one.
         """
         super().__init__(params)
         self._requests = requests = KnownRequests(
@@ -94,23 +94,23 @@ class ServedCache(UnifiedRadixCache):
         self.weights = WeightWatch(
             *(service, read_identity, self._set_aside, requests.allocation.is_empty, ranks)
         )
-        # What is locked is not freed, and a rank does not know which of all writes are purged.
+        # Locked nodes are not freed, and ranks do not know which writes are purged.
         self.sweeps = Sweeps(self, None if ranks.alone else saves.give_all_up)
         self.integrity = UNCHECKED
-        """The result of the last check, or that one is running."""
+        """Result of the last check, or `RUNNING`."""
         self._steps: Iterator[None] = iter(())
 
     def attach(self, scheduler: Any) -> None:
-        """Begin to serve, for a scheduler that is complete."""
+        """Start using the store, with a complete scheduler."""
         self._scheduler, self._serves = scheduler, True
         self.loads = self.loads_class(self._requests, scheduler)
-        # SGLang's seams for caches that load while requests queue.
+        # Enables SGLang's hooks for caches that load while requests queue.
         scheduler.enable_lmcache = True
 
-    # A request's way: match, be planned, wait, be admitted, be computed, end.
+    # Steps of a request: match, plan, wait, admission, pass, end.
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """SGLang's, in the class of the request."""
+        """Match as SGLang does, in the class of the request."""
         req = params.req
         if req is None or not self._serves:
             return super().match_prefix(params)
@@ -132,31 +132,31 @@ class ServedCache(UnifiedRadixCache):
         return result
 
     def is_backuped(self, node_id: Any) -> bool:
-        """Whether SGLang asks for what is stored behind a node: always."""
+        """Whether SGLang looks for stored tokens after a node: always."""
         return True
 
     def prefetch_from_storage(
         self, handle: CacheRequestHandle, *arguments: Any, **keywords: Any
     ) -> bool:
-        """A request is queued: plan what is to be loaded for it."""
+        """Plan the load of a request that was queued."""
         tracked = self._tracked.get(handle.rid)
         if tracked is not None:
             self.loads.plan(tracked)
         return False
 
     def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
-        """Whether a request may be admitted now; others pass it if not."""
+        """Whether a request may be admitted now; if not, others pass it."""
         tracked = self._tracked.get(request.rid)
         return tracked is None or self.loads.may_run(tracked)
 
     def waiting_storage_span(self, request: CacheRequestHandle) -> tuple[int, int] | None:
-        """What is being brought for a waiting request."""
+        """Return the token range that is being loaded for a waiting request."""
         tracked = self._tracked.get(request.rid)
         job = None if tracked is None else tracked.job
         return None if job is None else (job.start, job.stop)
 
     def pop_prefetch_loaded_span(self, request: CacheRequestHandle) -> tuple[int, int | None]:
-        """How many tokens were brought for a request, and where they begin."""
+        """Return how many tokens were loaded for a request, and where they begin."""
         tracked = self._tracked.get(request.rid)
         if tracked is None or not tracked.brought.loaded:
             return 0, None
@@ -165,7 +165,7 @@ class ServedCache(UnifiedRadixCache):
     def finish_storage_prefetch_admission(
         self, request: CacheRequestHandle, fulfilled_tokens: int, reason: str | None
     ) -> None:
-        """A request is admitted, and has locked what it uses."""
+        """Stop the wait of a request that was admitted, and has locked its prefix."""
         tracked = self._tracked.get(request.rid)
         if tracked is not None and not tracked.admitted:
             tracked.admitted = True
@@ -174,7 +174,7 @@ class ServedCache(UnifiedRadixCache):
             self.loads.end_waiting(tracked)
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
-        """SGLang's, which inserts what a pass computed; then offer what is new to the store."""
+        """Insert what a pass computed, as SGLang does; then offer new tokens to the store."""
         tracked = self._tracked.get(req.rid)
         if tracked is None:
             super().checkpoint(req, up_to=up_to, **kwargs)
@@ -187,13 +187,13 @@ class ServedCache(UnifiedRadixCache):
         if row is not None:
             path = self.path_device_indices(req.last_node)
             fresh = path[before:]
-            # Tokens that others had inserted before keep their slots, and what these rest on.
+            # Tokens that other requests had inserted keep their slots and provenance.
             fresh = fresh[fresh == row[: len(fresh)].to(fresh.dtype)]
             self._provenance.mark_computed(path[:before].long(), fresh.long())
         self._saves.offer(tracked, up_to)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
-        """A request gives its row back: it is over, or SGLang put it back into the queue."""
+        """Handle a request that frees its row: it has ended, or SGLang retracted it."""
         super().on_release(req, checkpointed=checkpointed)
         tracked = self._tracked.get(req.rid)
         if tracked is None:
@@ -209,7 +209,7 @@ class ServedCache(UnifiedRadixCache):
             self._released.append(tracked)
 
     def release_aborted_request(self, request: CacheRequestHandle) -> None:
-        """Forget a request that ended without having been admitted."""
+        """Forget a request that ended before it was admitted."""
         super().release_aborted_request(request)
         tracked = self._tracked.get(request.rid)
         if tracked is not None and not tracked.admitted:
@@ -217,10 +217,10 @@ class ServedCache(UnifiedRadixCache):
             self.loads.end_waiting(tracked)
 
     def _forget_ended(self) -> None:
-        """Forget requests that SGLang has ended without saying so.
+        """Forget requests that SGLang ended without a call.
 
-        It does so with a beam group, or the last request of a batch, that it cannot put back into
-        the queue; others of these are in the queue, where they end.
+        This happens to a beam group, or the last request of a batch, that SGLang cannot retract.
+        Other retracted requests are in the queue, and end there.
         """
         released, self._released = self._released, []
         for tracked in released:
@@ -230,14 +230,14 @@ class ServedCache(UnifiedRadixCache):
     def _forget(self, tracked: Known) -> None:
         self._saves.end(tracked)
         self._requests.count(tracked)
-        # Another request may have its name by now.
+        # Another request may have its id by now.
         if self._tracked.get(tracked.req.rid) is tracked:
             del self._tracked[tracked.req.rid]
 
     # Once per pass.
 
     def check_hicache_events(self) -> None:
-        """Take in what other threads have done, and give slots to jobs."""
+        """Called once per pass: collect results of other threads, and give slots to jobs."""
         if self._serves:
             self.service.poll()
             self._forget_ended()
@@ -245,25 +245,25 @@ class ServedCache(UnifiedRadixCache):
             self.service.tell_metrics()
 
     def rest(self) -> None:
-        """SGLang is idle: wait a little for jobs, or tell the metrics if there are none."""
+        """While SGLang is idle: wait briefly for jobs, or export metrics if there are none."""
         if not self.loads.rest():
             self._forget_ended()
             self.service.tell_metrics(idle=True)
 
     def has_pending_cache_operations(self) -> bool:
-        """Whether slots are being filled: SGLang neither flushes nor checks for leaks meanwhile."""
+        """Whether slots are being filled: SGLang then neither flushes nor checks for leaks."""
         return self._serves and self.loads.jobs.filling
 
     # Room.
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """SGLang's eviction, before which writes are given up if else too little is left."""
+        """Evict as SGLang does, after giving up writes if too little is evictable."""
         if self._serves:
             self._saves.give_up(self._missing(params))
         return super().evict(params)
 
     def evict_for_alloc(self, params: EvictParams, **keywords: Any) -> EvictResult:
-        """The same, for what SGLang must allocate: then loads give up their slots as well."""
+        """Evict for an allocation of SGLang's, for which loads give up their slots as well."""
         if self._serves:
             missing = self._missing(params)
             self._saves.give_up(missing)
@@ -271,7 +271,7 @@ class ServedCache(UnifiedRadixCache):
         return super().evict_for_alloc(params, **keywords)
 
     def _missing(self, params: EvictParams) -> Callable[[], int]:
-        """How much less can be evicted than is asked for, and came free since."""
+        """Return a function: tokens requested, minus those evictable and those freed since now."""
         core, before = self.tree_core, self._allocation.available()
 
         def missing() -> int:
@@ -285,34 +285,30 @@ class ServedCache(UnifiedRadixCache):
         return missing
 
     def evictable_size(self) -> int:
-        """Tokens that `evict` can free: SGLang's, and those that only writes have locked."""
+        """SGLang's evictable tokens, plus those that only writes have locked."""
         return int(super().evictable_size()) + self._locked_for_writes()
 
     def protected_size(self) -> int:
-        """Tokens that cannot be evicted: SGLang's, and slots outside of its tree."""
+        """SGLang's protected tokens, plus slots outside its tree."""
         return int(super().protected_size()) + self._private()[0] - self._locked_for_writes()
 
-    # Its tree counts the tokens of all layers, and those of layers without windows, as one.
+    # SGLang's tree counts tokens of all layers and of layers without windows alike.
     full_evictable_size, full_protected_size = evictable_size, protected_size
 
     def swa_evictable_size(self) -> int:
-        """See `evictable_size`; rows of layers with windows."""
         return int(super().swa_evictable_size()) + self._locked_for_writes(rows=True)
 
     def swa_protected_size(self) -> int:
-        """See `protected_size`; rows of layers with windows."""
         return int(super().swa_protected_size()) + self._private_rows()
 
     def mamba_evictable_size(self) -> int:
-        """See `evictable_size`; states."""
         return int(super().mamba_evictable_size()) + self._locked_for_writes(rows=True)
 
     def mamba_protected_size(self) -> int:
-        """See `protected_size`; states."""
         return int(super().mamba_protected_size()) + self._private_rows()
 
     def _private(self) -> tuple[int, int]:
-        """How many slots, and rows, are ours and not in SGLang's tree."""
+        """Count the slots, and rows, of ours that are not in SGLang's tree."""
         slots = rows = 0
         for job in self.loads.jobs.loading if self._serves else ():
             slots += len(job)
@@ -329,7 +325,7 @@ class ServedCache(UnifiedRadixCache):
         return self._saves.locked_tokens(locked)
 
     def _describe_pool(self) -> dict[str, int]:
-        """How many tokens of the pool are ours, by what they are for."""
+        """Count our tokens of the pool, by their use."""
         return {
             "tokens": self.token_to_kv_pool_allocator.size_full,
             "writing_tokens": self._saves.writing_tokens,
@@ -339,7 +335,7 @@ class ServedCache(UnifiedRadixCache):
     # The whole cache.
 
     def reset(self) -> None:
-        """SGLang's flush, which it does when idle: drops what is resident, keeps what is stored."""
+        """Flush as SGLang does when idle: drops resident tokens, keeps stored ones."""
         if not self._serves:
             super().reset()
             return
@@ -353,10 +349,10 @@ class ServedCache(UnifiedRadixCache):
         self.weights.flushed()
 
     def release_host_resources(self) -> None:
-        """Shut down gracefully: finish writes, and save what the next start should know."""
+        """Shut down gracefully: finish writes, and save state for the next start."""
         super().release_host_resources()
         if self._serves:
-            # First, as nothing may be read of a store that is closed.
+            # First, as nothing may read from a closed store.
             self.loads.close()
             self._serves = False
             self._tracked.clear()
@@ -368,13 +364,13 @@ class ServedCache(UnifiedRadixCache):
         self.loads.wait_for_loader()
         self._saves.abandon()
 
-    # What routes and admin requests ask for.
+    # Routes and admin requests.
 
     def check(self, *, begin: bool) -> str:
-        """Continue the integrity check for a moment, or `begin` one if none is running.
+        """Continue the integrity check for one step; `begin` starts one if none is running.
 
-        Requests are served between two moments: there may be much to compare. Returns the worst
-        state on any rank, which is running until it has ended on all.
+        Requests are served between steps. Returns the worst state of any rank, which is running
+        until the check has ended on all.
         """
         if begin and self.integrity != RUNNING:
             self.integrity, self._steps = RUNNING, self._check_steps()
@@ -404,7 +400,7 @@ class ServedCache(UnifiedRadixCache):
         self._check_requests()
         yield
         service, store = self.service, None
-        # Another store may have taken its place meanwhile, and is checked as well.
+        # Another store may have replaced it meanwhile, and is checked as well.
         while service.opened is not store:
             store = service.opened
             for _ in () if store is None else store.check_steps():
@@ -413,11 +409,11 @@ class ServedCache(UnifiedRadixCache):
                     break
 
     def _check_requests(self) -> None:
-        """Check our counters; the time grows with requests and jobs, not with what is stored."""
+        """Check our counters; the time grows with requests and jobs, not with the store."""
         if self._serves:
             self.loads.check()
 
     def summary(self) -> dict[str, Any]:
-        """What `GET /impress/stats` shows."""
+        """Return the content of `GET /impress/stats`."""
         live = {"requests_live": len(self._tracked), "integrity": self.integrity}
         return self.service.summary() | live

@@ -1,10 +1,9 @@
-"""Offers what requests computed to the store, after the pass, from slots of SGLang's tree.
+"""Offers computed KVs to the store after a pass, from slots of SGLang's tree.
 
-The slots are locked in the tree while a write reads them, layer by layer, and are counted as
-evictable meanwhile: if SGLang needs them, writes are given up first. A slot that was given away
-before it was read would make a file with wrong KVs and right checksums; so a save is abandoned
-before its lock is released, and what is written is published only if it had not been abandoned when
-its last layer had been read.
+The slots are locked in the tree while a write reads them, layer by layer, but count as evictable:
+if SGLang needs them, writes are given up first. Reallocating a slot before it was read would yield
+a file with wrong KVs and right checksums. So a save is abandoned before its lock is released, and a
+write is published only if its save was not abandoned before the last layer was read.
 """
 
 from __future__ import annotations
@@ -43,26 +42,26 @@ from impress_sglang.store.writing import Offer, StoreOutcome
 class _Save:
     """A write of slots that are locked in the tree until it is over or abandoned.
 
-    A rank that writes nothing has such locks all the same, as others may write.
+    A rank that writes nothing holds the same locks, as other ranks may write.
     """
 
     slots: Tensor  # int64 [n]
-    last: Any  # the node of SGLang's tree to which they lead
-    state: Tensor | None  # where the state behind them is
-    locked: int  # how many slots are locked
+    last: Any  # node of SGLang's tree at their end
+    state: Tensor | None  # slot of the state at their end
+    locked: int  # number of locked slots
     locks: list[Any] = dataclasses.field(default_factory=list)
-    windows_from: int = 0  # before it nothing is in layers with windows, or it is not locked
-    reading: int = 0  # how many writes read them
-    over: bool = False  # this rank does not read them any more
+    windows_from: int = 0  # first token whose SWA KVs are locked
+    reading: int = 0  # number of writes that read them
+    over: bool = False  # this rank has stopped reading them
     abandoned: threading.Event = dataclasses.field(default_factory=threading.Event)
-    """Set before its slots are given away, and then hold other KVs."""
+    """Set before its slots may be reallocated and hold other KVs."""
 
 
 class WriteBack:
-    """The saves of one tree cache; the scheduler's thread owns them."""
+    """The saves of one tree cache. Thread: scheduler."""
 
     def __init__(self, requests: KnownRequests, model: Any) -> None:
-        """`model`: whose queries are sampled."""
+        """Samples queries of `model`."""
         self._cache, self._service = requests.cache, requests.service
         self._planner, self._provenance = requests.planner, requests.provenance
         self._layers, self._window = requests.layers, requests.allocation.window
@@ -79,14 +78,13 @@ class WriteBack:
             else None
         )
         self.sights = self._sketch if min_sightings > 1 else None
-        """Counts how often prompts are asked for; None unless that decides what is stored."""
+        """Counts requests for prompts; None unless that decides which are stored."""
         self.writing_tokens = 0
 
     def sight(self, tracked: Known) -> bool:
-        """Count a request that may be stored, when it is first matched.
+        """Count a request that may be stored, at its first match.
 
-        Returns whether it should be computed exactly: others will reuse its text where it is no
-        prefix.
+        Returns whether to compute it exactly, because its text will be reused at other positions.
         """
         req = tracked.req
         if tracked.storable_tokens is not None or not self._service.in_use:
@@ -96,7 +94,7 @@ class WriteBack:
             tracked.storable_tokens = len(tokens)
         if self._sketch is None or len(tokens) < self._min_tokens:
             return False
-        # For several samples SGLang first computes the prompt alone, without new tokens.
+        # With several samples, SGLang first computes the prompt alone, without new tokens.
         count = req.sampling_params.n == 1 or req.sampling_params.max_new_tokens == 0
         namespace, text = tracked.namespace, as_tokens(tokens)
         seen = self._sketch.note(namespace, text, count=count)
@@ -108,10 +106,10 @@ class WriteBack:
     def _reusable_tokens(
         self, sketch: Sights, namespace: str, tokens: Tokens, num_seen: int, *, count: bool
     ) -> int:
-        """How many of the first tokens of a prompt are worth storing for the sake of its text.
+        """Count the leading tokens of a prompt that are worth storing because their text is reused.
 
-        Some are if most of the text behind the `known` tokens was asked for often enough, wherever
-        it stood, is stored nowhere, and is long enough to be reused elsewhere; else 0.
+        Nonzero if most of the text after the first `num_seen` tokens was requested often enough at
+        any position, is not stored, and is long enough to be blended.
         """
         store = self._service.store
         content = store.tree.content
@@ -124,7 +122,7 @@ class WriteBack:
             not store.writes.are_taken
             or len(tokens) - num_seen < self._service.config.blend_min_tokens
         ):
-            # Otherwise it would be computed exactly in vain.
+            # It could not be stored, so computing it exactly would be wasted.
             return 0
         if np.count_nonzero(often) > half:
             runs = content.find(store.namespace(namespace), tokens, num_seen, only_ready=False)
@@ -133,7 +131,8 @@ class WriteBack:
         return int(fresh[-1]) + BLOCK_TOKENS if len(fresh) > half else 0
 
     def expect(self, tracked: Known) -> None:
-        """Have queries of a request sampled that is admitted and will be stored, of few of them."""
+        """Sample queries of an admitted request, if it will be stored and its prompt is
+        selected."""
         fits = self._fits(tracked, len(tracked.req.origin_input_ids))
         if fits and self._service.shape.coded and self._service.store.writes.want_queries():
             self._sampler.sample_next_prompt(tracked.req.rid)
@@ -160,9 +159,9 @@ class WriteBack:
             self._end(save)
 
     def _max_writable_tokens(self, tracked: Known, up_to: int) -> int:
-        """How many of the first tokens of a request some rank may write.
+        """Count the leading tokens of a request that any rank may write.
 
-        Where there are several, stores and what they counted may differ, and locks may not.
+        Ranks may differ in what their stores hold and have counted, but must not differ in locks.
         """
         if self._ranks.alone:
             return self._storable_tokens(tracked, up_to) if self._may_store(tracked) else 0
@@ -170,7 +169,7 @@ class WriteBack:
         return self._planner.whole_pages(up_to) if stored else 0
 
     def end(self, tracked: Known) -> None:
-        """Count the answer of a request that is over: the next prompt may contain it."""
+        """Count the answer of a request that has ended: the next prompt may contain it."""
         req = tracked.req
         self._sampler.take(req.rid)
         if self._sketch is not None and tracked.storable_tokens is not None and req.output_ids:
@@ -178,7 +177,7 @@ class WriteBack:
             self._sketch.note(tracked.namespace, tokens, len(req.origin_input_ids))
 
     def locked_tokens(self, protected: Callable[[], int]) -> int:
-        """Tokens of SGLang's tree that only saves have locked, of all that are `protected`.
+        """Count the `protected` tokens of SGLang's tree that only saves have locked.
 
         If these did not count as room, SGLang would make requests wait for the disk.
         """
@@ -189,7 +188,7 @@ class WriteBack:
             self._unlock(save)
         after = protected()
         for save in self._saves:
-            # Not with locks of before, as nodes may have been split.
+            # With new locks, as nodes may have been split.
             self._lock(save)
         return int(before - after)
 
@@ -199,7 +198,7 @@ class WriteBack:
             others, save.windows_from = lock_windows(self._cache, save.last, save.windows_from)
             save.locks += others
         elif self._layers.states is not None and not self._ranks.alone:
-            # Each rank stores the last one that it finds worth it.
+            # Each rank stores the last state that it considers worth storing.
             save.locks += lock_states(self._cache, save.last)
 
     def _unlock(self, save: _Save) -> None:
@@ -207,7 +206,8 @@ class WriteBack:
             self._cache.unlock(lock)
 
     def give_up(self, missing: Callable[[], int]) -> None:
-        """Give saves up, the latest first, until nothing is `missing` beside what is evictable."""
+        """Give up saves, the latest first, until nothing is `missing` beyond the evictable
+        tokens."""
         for save in reversed(list(self._saves)):
             if missing() <= 0:
                 return
@@ -215,18 +215,17 @@ class WriteBack:
             self.release([save])
 
     def give_all_up(self) -> None:
-        """Give all saves up."""
         self.give_up(lambda: 1)
 
     def __bool__(self) -> bool:
         return bool(self._saves)
 
     def over(self) -> list[_Save]:
-        """The saves that are over on this rank, up to the first one that is not."""
+        """Return the saves that are over on this rank, up to the first one that is not."""
         return list(itertools.takewhile(lambda save: save.over, self._saves))
 
     def release(self, saves: Iterable[_Save]) -> None:
-        """Release the slots of saves that are over on all ranks, unless that was done."""
+        """Release the slots of saves that are over on all ranks; repeated calls do nothing."""
         for save in saves:
             if save in self._saves:
                 del self._saves[save]
@@ -234,19 +233,19 @@ class WriteBack:
                 self._unlock(save)
 
     def finish(self) -> None:
-        """Let accepted writes end: slots that they read are about to be given away."""
+        """Let accepted writes end, before the slots that they read are reallocated."""
         store = self._service.opened
         if store is not None:
             store.writes.drain()
-            # Other weights may follow, and with them another store.
+            # Other weights, and so another store, may follow.
             self._service.tell_metrics(now=True)
         self.give_all_up()
 
     def abandon(self) -> None:
-        """Stop reading anything from the pool, and give all saves up."""
+        """Stop all reads from the pool, and give up all saves."""
         self.give_all_up()
         with self._reading:
-            # A layer that was being read.
+            # Wait for the layer that is being read.
             pass
         store = self._service.opened
         if store is not None:
@@ -263,22 +262,23 @@ class WriteBack:
         )
 
     def _can_lock(self, num_tokens: int) -> bool:
-        """Whether the pool can spare slots: half of them at most, or those of a single prefix."""
+        """Whether the pool can spare slots: at most half of them, or those of a single prefix."""
         if num_tokens < self._min_tokens:
             return False
         spare = self._cache.token_to_kv_pool_allocator.size_full // 2 - self.writing_tokens
         return not self._saves or num_tokens <= spare
 
     def _storable_tokens(self, tracked: Known, num_tokens: int) -> int:
-        """How many of the first slots of a request are worth storing, in whole pages."""
+        """Count the leading slots of a request that are worth storing, in whole pages."""
         if self.sights is not None:
             num_tokens = min(num_tokens, (tracked.storable_tokens or 0) - self._planner.beyond)
         return self._planner.whole_pages(num_tokens)
 
     def _quality_of(self, tracked: Known, slots: Tensor) -> tuple[Quality | None, int]:
-        """The quality of KVs in slots, and how many of the first came from a store."""
+        """Return the quality of KVs in slots, and how many of the leading ones came from a
+        store."""
         provenance, kv_class = self._provenance, tracked.kv_class
-        # Nothing in the tree of this class rests on codes, and nobody marks its slots.
+        # The exact class has no KVs that rest on codes, and its slots are not marked.
         depth = 0 if kv_class.exact else provenance.depth(slots)
         if not depth:
             return EXACT, 0
@@ -303,10 +303,10 @@ class WriteBack:
                 return False
             save.slots = save.slots[:count]
         if save.windows_from and len(save.slots) - save.windows_from < self._window:
-            # Nobody could use it: of layers with windows too little is left.
+            # Not loadable: too few tokens are left in layers with windows.
             return False
         layers, beyond = self._layers, self._planner.beyond
-        # Each slot is stored as the last token that it depends on; as the first ones, any is.
+        # Each slot is stored as the last token that it depends on; the first ones may be any.
         rows = torch.cat([save.slots[:beyond], save.slots])
         tokens = as_tokens(req.full_untruncated_fill_ids[: len(rows)])
         asked = params_of(req.sampling_params)
@@ -344,8 +344,7 @@ class WriteBack:
         return save.reading > 0
 
     def _end(self, save: _Save, writes: int = 0) -> None:
-        """Note that so many writes of a save have ended; without others, this rank reads it no
-        more."""
+        """Count `writes` ended writes of a save; after the last one, this rank stops reading it."""
         save.reading -= writes
         if save.reading:
             return
@@ -357,13 +356,14 @@ class WriteBack:
 class QuerySampler:
     """Samples the last queries of prompts that will be stored, by request and layer.
 
-    The codec gives bits to the channels that these look at. While a prompt is wanted, a hook of
-    torch on the attention modules sees them, where SGLang runs these in Python. In a graph that is
-    replayed it does not run; then what was measured before serves. Nothing depends on it.
+    The codec gives more bits to the channels that these queries weight. While a prompt is to be
+    sampled, a torch hook on the attention modules sees its queries, where SGLang runs them in
+    Python. It does not run in a replayed graph; the codec then uses earlier measurements. Sampling
+    is best effort.
     """
 
     def __init__(self, model: Any, number: Callable[[int], int]) -> None:
-        """`number`: of the layer of a store that a layer of the model is."""
+        """`number` maps a layer of the model to a layer of the store."""
         self._modules = [module for module in model.modules() if isinstance(module, RadixAttention)]
         self._number = number
         self._hooks: list[RemovableHandle] = []
@@ -371,7 +371,6 @@ class QuerySampler:
         self._sampled: dict[str, dict[int, Tensor]] = {}
 
     def sample_next_prompt(self, rid: str) -> None:
-        """Sample the prompt of the request with this id."""
         self._to_sample.add(rid)
         if not self._hooks:
             self._hooks = [
@@ -380,10 +379,10 @@ class QuerySampler:
             ]
 
     def take(self, rid: str) -> dict[int, Tensor]:
-        """What was sampled of a request, by layer, which is then forgotten."""
+        """Return the samples of a request, by layer, and forget them."""
         self._to_sample.discard(rid)
         if not self._to_sample:
-            # A module with a hook costs each pass its time, in each layer.
+            # A hook costs time in each layer of each pass.
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []

@@ -116,7 +116,9 @@ def ended(policy: str, told: dict[str, Any], queued: float = 0.0, gated: float =
         rid="r", time_stats=times, origin_input_ids=[*range(20)], retraction_count=0
     )
     report, disturbed = new_report(policy, 0, 20) | told, "failed" in told
-    return SimpleNamespace(req=req, report=report, namespace="", gated=gated, disturbed=disturbed)
+    return SimpleNamespace(
+        req=req, report=report, namespace="", layer_wait_seconds=gated, timing_invalid=disturbed
+    )
 
 
 @pytest.mark.parametrize(
