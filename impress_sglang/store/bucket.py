@@ -99,8 +99,8 @@ class Bucket:
         found = dict[str, ObjectMeta]()
         with self._asking(reading=True):
             for page in self._obstore.list(self._store, prefix, chunk_size=_PAGE):
-                for own in page:
-                    name, size, modified = own["path"], own["size"], own["last_modified"]
+                for entry in page:
+                    name, size, modified = entry["path"], entry["size"], entry["last_modified"]
                     meta = (known or {}).get(name)
                     if meta is None or meta.size != size or meta.modified != modified:
                         meta = ObjectMeta(name, size, modified)
@@ -206,8 +206,8 @@ def open_bucket(config: ImpressConfig) -> Bucket | None:
     try:
         # A whole segment takes longer than a range of it.
         found = [
-            stores.from_url(url, client_options={**client, "timeout": own}, retry_config=retry)
-            for own in (seconds, datetime.timedelta(seconds=_PUT_SECONDS))
+            stores.from_url(url, client_options={**client, "timeout": timeout}, retry_config=retry)
+            for timeout in (seconds, datetime.timedelta(seconds=_PUT_SECONDS))
         ]
     except Exception as error:
         raise ConfigError(f"--impress-store {url}: {_first_line(error)}") from error
@@ -253,7 +253,7 @@ class BucketFiles(FileSystem):
     @property
     def open_bytes(self) -> int:
         """Bytes of the local files of objects, if all of these were fetched."""
-        return sum(own.size for own in list(self._of_descriptor.values()) if not own.leaves)
+        return sum(file.size for file in list(self._of_descriptor.values()) if not file.leaves)
 
     def path_of(self, name: str, info: SegmentInfo) -> Path:
         """Where an object of this name is opened, which must be that segment."""
@@ -274,65 +274,65 @@ class BucketFiles(FileSystem):
     def open(self, path: Path, flags: int) -> int:
         """Open an object of `path_of`; an `OSError` also if too much is open."""
         with self._lock:
-            own = self._find(path)
-            if own.descriptor < 0:
+            file = self._find(path)
+            if file.descriptor < 0:
                 try:
                     self._bucket.check()
                     used = sum(other.size for other in self._of_descriptor.values())
-                    if used + own.size > self._most_bytes:
+                    if used + file.size > self._most_bytes:
                         raise OSError(f"{used / 1e9:.2f} GB are being fetched, there is no room")
-                    self._files.make_directory(own.local.parent)
+                    self._files.make_directory(file.local.parent)
                     flags = os.O_CREAT | os.O_TRUNC | os.O_RDWR
-                    own.descriptor = self._files.open(own.local, flags)
+                    file.descriptor = self._files.open(file.local, flags)
                 except BaseException:
                     del self._of_path[path]
                     raise
-                self._of_descriptor[own.descriptor] = own
-            own.users += 1
-            return own.descriptor
+                self._of_descriptor[file.descriptor] = file
+            file.users += 1
+            return file.descriptor
 
     def _find(self, path: Path | str) -> FetchedObject:
-        if (own := self._of_path.get(Path(path))) is None:
+        if (file := self._of_path.get(Path(path))) is None:
             # It has become a file since it was looked for.
             raise OSError(errno.EAGAIN, f"{path} is fetched no more")
-        return own
+        return file
 
     def close(self, descriptor: int) -> None:
         """End one reader; the file stays for others until it is whole, or `end`."""
         with self._lock:
-            own = self._of_descriptor[descriptor]
-            own.users -= 1
-            own.idle_since = time.monotonic()
-            self._close_ended(own)
+            file = self._of_descriptor[descriptor]
+            file.users -= 1
+            file.idle_since = time.monotonic()
+            self._close_ended(file)
 
     def read(self, descriptor: int, offset: int, target: memoryview) -> None:
         """Fill `target`; what is not there is fetched, once, whoever waits for it."""
-        own = self._of_descriptor[descriptor]
-        if not own.whole:
+        file = self._of_descriptor[descriptor]
+        if not file.whole:
             for number in range(offset // RANGE_BYTES, -(-(offset + len(target)) // RANGE_BYTES)):
-                self._fetch(own, number)
+                self._fetch(file, number)
         self._files.read(descriptor, offset, target)
 
     def engine(self, name: str, depth: int) -> BlockEngine:
         """Threads, more than for a drive: they wait for the network."""
         return ThreadEngine(MOST_READS, self.read, MOST_READS)
 
-    def _fetch(self, own: FetchedObject, number: int) -> None:
+    def _fetch(self, file: FetchedObject, number: int) -> None:
         mine = Future[None]()
         with self._lock:
-            known = own.ranges.setdefault(number, mine)
+            known = file.ranges.setdefault(number, mine)
         if known is not mine:
             return known.result()
         try:
             start = number * RANGE_BYTES
-            found = self._bucket.range(own.name, start, min(RANGE_BYTES, own.size - start))
-            self._files.write(own.descriptor, start, found)
+            found = self._bucket.range(file.name, start, min(RANGE_BYTES, file.size - start))
+            self._files.write(file.descriptor, start, found)
             self.fetched_bytes += len(found)
             mine.set_result(None)
         except BaseException as error:
             with self._lock:
                 # Whoever asks later tries again.
-                del own.ranges[number]
+                del file.ranges[number]
             mine.set_exception(error)
             raise
 
@@ -342,54 +342,54 @@ class BucketFiles(FileSystem):
         What fails, or is damaged, is dropped, and fetched anew when it is read again. It is not
         deleted: the drive or the memory of this server may be at fault.
         """
-        for own in list(self._of_descriptor.values()):
-            idle = time.monotonic() - own.idle_since
+        for file in list(self._of_descriptor.values()):
+            idle = time.monotonic() - file.idle_since
             with self._lock:
-                if own.whole or own.ended or own.users or idle < IDLE_SECONDS:
+                if file.whole or file.ended or file.users or idle < IDLE_SECONDS:
                     continue
-                own.users += 1
+                file.users += 1
             try:
-                for number in range(-(-own.size // RANGE_BYTES)):
-                    self._fetch(own, number)
-                self._files.sync(own.descriptor)
+                for number in range(-(-file.size // RANGE_BYTES)):
+                    self._fetch(file, number)
+                self._files.sync(file.descriptor)
                 with contextlib.closing(
-                    OpenSegment(own.local, self._files, direct=False)
+                    OpenSegment(file.local, self._files, direct=False)
                 ) as segment:
                     segment.check_all()
-                own.whole = segment.info.describes_same(own.info)
+                file.whole = segment.info.describes_same(file.info)
             except (OSError, PrefixUnreadable) as error:
-                logger.warning("%s is not kept on the drive: %s", own.name, error)
-            if own.whole:
-                yield own
+                logger.warning("%s is not kept on the drive: %s", file.name, error)
+            if file.whole:
+                yield file
             else:
-                self.end(own)
-            self.close(own.descriptor)
+                self.end(file)
+            self.close(file.descriptor)
 
-    def end(self, own: FetchedObject, keep: Callable[[Path], None] | None = None) -> None:
+    def end(self, file: FetchedObject, keep: Callable[[Path], None] | None = None) -> None:
         """Let an object be opened no more; `keep` moves its file, which is removed otherwise. Who
         reads it goes on."""
         try:
             if keep is not None:
-                keep(own.local)
+                keep(file.local)
         finally:
             with self._lock, contextlib.suppress(OSError):
-                own.ended = True
-                self._of_path.pop(_path_of(own.info), None)
-                self._close_ended(own)
-                self._files.unlink(own.local)
+                file.ended = True
+                self._of_path.pop(_path_of(file.info), None)
+                self._close_ended(file)
+                self._files.unlink(file.local)
 
     def forget(self) -> None:
         """Remove the files of all objects; who still waits for one keeps its descriptor, which must
         not become another file's."""
-        for own in list(self._of_path.values()):
-            self.end(own)
+        for file in list(self._of_path.values()):
+            self.end(file)
 
-    def _close_ended(self, own: FetchedObject) -> None:
-        if own.ended and not own.users and own.descriptor >= 0:
-            del self._of_descriptor[own.descriptor]
+    def _close_ended(self, file: FetchedObject) -> None:
+        if file.ended and not file.users and file.descriptor >= 0:
+            del self._of_descriptor[file.descriptor]
             with contextlib.suppress(OSError):
-                self._files.close(own.descriptor)
-            own.descriptor = -1
+                self._files.close(file.descriptor)
+            file.descriptor = -1
 
 
 def read_begun(bucket: Bucket, name: str, size: int) -> tuple[SegmentInfo, dict[str, str]]:

@@ -135,8 +135,8 @@ class BucketPeer:
     def name_of(self, info: SegmentInfo) -> str:
         """The name of a segment's object, by what it is."""
         fields = json.loads(info.description())
-        for own in ("segment_id", "expires", "priority"):
-            fields.pop(own, None)
+        for field in ("segment_id", "expires", "priority"):
+            fields.pop(field, None)
         digest = hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16)
         digest.update(info.tokens.astype("<i4", copy=False).tobytes())
         return f"{self._root}/{_SEGMENTS}/{info.namespace}/{digest.hexdigest()}.kv"
@@ -147,7 +147,7 @@ class BucketPeer:
 
     def begin(self, segments: Iterable[StoredSegment], orders: Iterable[Mapping[str, Any]]) -> None:
         """Begin to follow; `segments` and `orders` are what an earlier process has left."""
-        self._left.extend(own for own in segments if own.home is None)
+        self._left.extend(segment for segment in segments if segment.home is None)
         self._orders.extend(orders)
         self._looker.submit(self._follow)
         self._keeper.submit(self._keep)
@@ -179,8 +179,8 @@ class BucketPeer:
         the object is told of like any other, and goes for the same reason."""
         name = self.name_of(segment.info)
         with self._lock:
-            own = self._own.get(name)
-            if own is not None and own[0].segment_id == segment.segment_id:
+            uploaded = self._own.get(name)
+            if uploaded is not None and uploaded[0].segment_id == segment.segment_id:
                 del self._own[name]
             if segment.home != self.home and name not in self._doomed:
                 # That it is elsewhere now is no use of it, nor of what it builds on.
@@ -208,19 +208,19 @@ class BucketPeer:
     def _announce(self, name: str, last_access: int = 0) -> None:
         known = self._known.get(name)
         if known is not None and name in self._listed:
-            own, other = self._own.get(known.above), self._known.get(known.above)
-            above = own[0].segment_id if own else other.segment_id if other else ""
+            uploaded, other = self._own.get(known.above), self._known.get(known.above)
+            above = uploaded[0].segment_id if uploaded else other.segment_id if other else ""
             fresh = known.apart(last_access=last_access, above=above)
             self._news.append(News(added=fresh, far=True))
 
     # What other threads do.
 
     def _send(self, name: str) -> None:
-        own = self._own.get(name)
+        uploaded = self._own.get(name)
         # Evicted before it was sent, or there; if that is going to be deleted, `look` sends anew.
-        if own is None or name in self._listed or self._stop.is_set():
+        if uploaded is None or name in self._listed or self._stop.is_set():
             return
-        info, above, written = own
+        info, above, written = uploaded
         if info.layout().file_bytes > _MOST_BYTES:
             logger.warning("segment %s is not sent: it has more than 5 GiB", info.segment_id)
             return
@@ -236,7 +236,7 @@ class BucketPeer:
         attributes = {"written": repr(written), "above": above}
         for attempt in itertools.count(1):
             # Purged, or evicted, while the store did not answer.
-            if self._own.get(name) is not own or self._stop.is_set():
+            if self._own.get(name) is not uploaded or self._stop.is_set():
                 return
             try:
                 if self._bucket.put(name, content, attributes):
@@ -289,7 +289,7 @@ class BucketPeer:
         others = [name for name in listed if not name.startswith(segments)]
         orders = {name: listed.pop(name) for name in others}
         self._hear(orders)
-        listed_bytes = sum(own.size for own in listed.values())
+        listed_bytes = sum(entry.size for entry in listed.values())
         # A list may lag behind: it takes two to believe that an object is gone.
         gone = [name for name in known if name not in listed and name not in before]
         # Deleted, and stored anew by another server.
@@ -299,7 +299,7 @@ class BucketPeer:
             self._listed, self._listed_bytes, self._doomed = listed, listed_bytes, doomed
         self._forget([*gone, *doomed])
         new = [name for name in listed if name not in known and name not in doomed]
-        self._learn(sorted(new, key=lambda own: listed[own].modified))
+        self._learn(sorted(new, key=lambda name: listed[name].modified))
         self._looked = True
         # Last, because who may only read goes no further.
         while self._orders:
@@ -310,12 +310,12 @@ class BucketPeer:
             self._bucket.put(name, content)
             self._orders.popleft()
         before_grace = time.monotonic() - GRACE_SECONDS
-        late = [own for own, since in doomed.items() if since < before_grace]
+        late = [name for name, since in doomed.items() if since < before_grace]
         deleting = list(self._deleting.items())
-        due = {name: own for name, (since, own) in deleting if since < before_grace}
-        going = late + [name for name, own in due.items() if listed.get(name, own) == own]
+        due = {name: entry for name, (since, entry) in deleting if since < before_grace}
+        going = late + [name for name, entry in due.items() if listed.get(name, entry) == entry]
         told = time.time() - ORDER_SECONDS
-        old = [name for name, own in orders.items() if own.modified.timestamp() < told]
+        old = [name for name, order in orders.items() if order.modified.timestamp() < told]
         self._bucket.delete([*going, *(name for name in old if name in self._heard)])
         with self._lock:
             for name in going:
@@ -324,11 +324,11 @@ class BucketPeer:
             for name in due:
                 del self._deleting[name]
         self._forget(going)
-        left = [own for own in doomed_before if own not in listed]
+        left = [name for name in doomed_before if name not in listed]
         for name in {*due, *late, *left}:
-            own, was = self._own.get(name), before.get(name)
+            uploaded, was = self._own.get(name), before.get(name)
             # What was stored since is sent anew. Of what is due, all that is ours is that.
-            if own and (name in due or was is None or own[2] > was.modified.timestamp()):
+            if uploaded and (name in due or was is None or uploaded[2] > was.modified.timestamp()):
                 self._sender.submit(self._send, name)
 
     def _forget(self, names: Iterable[str]) -> None:
@@ -343,13 +343,17 @@ class BucketPeer:
         if not self._most_bytes or excess <= 0:
             return doomed
         oldest, count = list[ObjectMeta](), 64 + len(listed) * excess // listed_bytes
-        while sum(own.size for own in oldest) < excess:
-            oldest = heapq.nsmallest(count, listed.values(), lambda own: (own.modified, own.name))
+        while sum(entry.size for entry in oldest) < excess:
+            oldest = heapq.nsmallest(
+                count,
+                listed.values(),
+                lambda entry: (entry.modified, entry.name),
+            )
             count *= 2
-        for own in oldest:
+        for entry in oldest:
             if excess > 0:
-                doomed[own.name] = self._doomed.get(own.name, time.monotonic())
-                excess -= own.size
+                doomed[entry.name] = self._doomed.get(entry.name, time.monotonic())
+                excess -= entry.size
         return doomed
 
     def _learn(self, names: Sequence[str]) -> None:
@@ -360,7 +364,7 @@ class BucketPeer:
             if self._stop.is_set():
                 return
             turns = zip(names[first : first + _LEARNT_TOGETHER], itertools.cycle(self._readers))
-            reading = {own: thread.submit(self._read, own) for own, thread in turns}
+            reading = {name: thread.submit(self._read, name) for name, thread in turns}
             found, unusable = list[tuple[int, str, StoredSegment]](), 0
             for name, future in reading.items():
                 try:

@@ -155,9 +155,9 @@ class ContentIndex:
             if segment.info.namespace != namespace or (only_ready and not segment.may_be_read(now)):
                 continue
             start = (value & _WINDOW_MASK) * WINDOW_TOKENS
-            own = segment.info.tokens
-            after = _equal(tokens[position:], own[start:])
-            before = _equal(tokens[first:position][::-1], own[:start][::-1])
+            stored = segment.info.tokens
+            after = _equal(tokens[position:], stored[start:])
+            before = _equal(tokens[first:position][::-1], stored[:start][::-1])
             if after >= WINDOW_TOKENS and (best is None or before + after > len(best)):
                 span = StoredSpan(segment, start - before, start + after)
                 best = Run(position - before, span)

@@ -140,17 +140,17 @@ class StoreDisk:
             useless, orphans = places.restore(found + others)
             if unread or self.peers.unreadable:
                 # They may build on a file that cannot be read now.
-                self.worker.unused_bytes += sum(own.file_bytes for own in orphans)
+                self.worker.unused_bytes += sum(segment.file_bytes for segment in orphans)
             else:
                 useless += orphans
-            for own in useless:
+            for segment in useless:
                 logger.warning(
                     "segment %s has no place: what it builds on is gone, or others are there; "
                     "removed",
-                    own.segment_id,
+                    segment.segment_id,
                 )
             if useless:
-                self.worker.delete({own.segment_id: own.file_bytes for own in useless})
+                self.worker.delete({segment.segment_id: segment.file_bytes for segment in useless})
             if large:
                 gc.freeze()
                 # Then it is garbage, which the next opening of a store collects first.
@@ -176,11 +176,11 @@ class StoreDisk:
         """Remove objects, and files of folders that no server has; others are for their servers to
         remove."""
         names: dict[Path, set[str]] = {}
-        for own in segments:
-            if self.bucket is not None and self.is_far(own):
-                self.bucket.delete(own)
-            elif own.home is not None:
-                names.setdefault(own.home, set()).add(own.segment_id)
+        for segment in segments:
+            if self.bucket is not None and self.is_far(segment):
+                self.bucket.delete(segment)
+            elif segment.home is not None:
+                names.setdefault(segment.home, set()).add(segment.segment_id)
         for folder, only in names.items():
             self.worker.submit(self.peers.trim, folder, math.inf, only)
 

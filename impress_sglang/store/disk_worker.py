@@ -208,8 +208,8 @@ class DiskWorker(BackgroundThread):
 
     def _unlink(self, segment_id: str) -> None:
         path = self._directory.segment_path(segment_id)
-        for own in (path, path.with_name(path.name + TEMPORARY_SUFFIX)):
-            self.files.unlink(own)
+        for file in (path, path.with_name(path.name + TEMPORARY_SUFFIX)):
+            self.files.unlink(file)
 
     def keep(self, name: str, content: bytes) -> None:
         """Write a small file to the store's folder, replacing an older one; if need be, later."""
@@ -258,7 +258,7 @@ class DiskWorker(BackgroundThread):
         paths = quarantined_files(self.files, self._directory.path)
         found = [(self.files.stat(path), path) for path in paths]
         # The time of the rename, not of the last write.
-        found.sort(key=lambda own: own[0].st_ctime_ns)
+        found.sort(key=lambda file: file[0].st_ctime_ns)
         # Counted first, so that it is right even if a file cannot be removed.
         self.quarantined_bytes = sum(status.st_size for status, _ in found)
         for status, path in found[: max(len(found) - most, 0)]:

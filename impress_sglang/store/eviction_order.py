@@ -43,27 +43,29 @@ class EvictionOrder:
         return segment in self._orders.get((None, segment.level), ())
 
     def __len__(self) -> int:
-        return sum(len(self._orders.get((None, own), ())) for own in Priority)
+        return sum(len(self._orders.get((None, priority), ())) for priority in Priority)
 
     def latest(self) -> Iterator[StoredSegment]:
         """All segments, most recently used first, whatever their level."""
-        orders = (reversed(self._orders.get((None, own), {})) for own in reversed(Priority))
-        return heapq.merge(*orders, key=lambda own: -own.last_access)
+        orders = (
+            reversed(self._orders.get((None, priority), {})) for priority in reversed(Priority)
+        )
+        return heapq.merge(*orders, key=lambda segment: -segment.last_access)
 
     def of(self, namespace: str | None) -> Iterator[StoredSegment]:
         """Segments of a namespace, in the same order; dependents are in the same namespace."""
-        orders = (self._orders.get((namespace, own), ()) for own in Priority)
+        orders = (self._orders.get((namespace, priority), ()) for priority in Priority)
         return itertools.chain.from_iterable(orders)
 
     def add(self, segment: StoredSegment) -> None:
         """Add a segment of the tree; unless it is from an earlier process, that is a use."""
         self._join(segment)
-        own, every = segment.info.expires or math.inf, self._ttl or math.inf
-        segment.due = due = min(own, segment.written + every)
+        expires, every = segment.info.expires or math.inf, self._ttl or math.inf
+        segment.due = due = min(expires, segment.written + every)
         if due < math.inf:
             if len(self._due) > 2 * len(self):
                 # Segments that left before they expired would otherwise stay here until then.
-                self._due = [own for own in self._due if own[2] in self]
+                self._due = [entry for entry in self._due if entry[2] in self]
                 heapq.heapify(self._due)
             heapq.heappush(self._due, (due, id(segment), segment))
         self.settle(segment.parent)
@@ -82,15 +84,15 @@ class EvictionOrder:
     def note(self, segment: StoredSegment) -> None:
         """Count a use of a segment and of all that it builds on."""
         self.now += 1
-        own: StoredSegment | None = segment
-        while own is not None:
-            own.last_access = self.now
+        used: StoredSegment | None = segment
+        while used is not None:
+            used.last_access = self.now
             # A segment gone since the match is nowhere.
-            if own in self:
-                for order in self._orders_of(own):
-                    order.move_to_end(own)
-                self._changed[own] = None
-            own = own.parent
+            if used in self:
+                for order in self._orders_of(used):
+                    order.move_to_end(used)
+                self._changed[used] = None
+            used = used.parent
 
     def settle(self, segment: StoredSegment | None) -> None:
         """Update the levels of a segment and of those above it, after its dependents changed."""

@@ -139,13 +139,13 @@ class Journal:
     def record(self, *changes: StoredSegment | Record) -> None:
         """Record published segments and other changes, of which some may be of unknown segments;
         in any case, what waits."""
-        for own in changes:
-            if isinstance(own, StoredSegment):
-                self._waiting.append(_added(own))
+        for change in changes:
+            if isinstance(change, StoredSegment):
+                self._waiting.append(_added(change))
                 continue
-            self._waiting.append(_line(own))
-            if "purge" in own:
-                self._orders.append(own["purge"])
+            self._waiting.append(_line(change))
+            if "purge" in change:
+                self._orders.append(change["purge"])
         if not self._waiting:
             return
         try:
@@ -175,8 +175,8 @@ class Journal:
         segments = self.segments().values()
         first = _line({_OPENING: secrets.token_hex(16)})
         self._orders = self.orders
-        orders = dict.fromkeys(_line({"purge": own}) for own in self._orders)
-        waiting = (own for own in self._waiting if own not in orders)
+        orders = dict.fromkeys(_line({"purge": order}) for order in self._orders)
+        waiting = (line for line in self._waiting if line not in orders)
         every = itertools.chain([first], map(_added, segments), orders, waiting)
         # A process that was killed has left it.
         self._files.unlink(self._path.with_name(self._path.name + TEMPORARY_SUFFIX))
@@ -188,7 +188,7 @@ class Journal:
     def orders(self) -> list[Any]:
         """The orders to purge that are still told, wherever they were written."""
         now = time.time()
-        return [own for own in self._orders if now - own["at"] < ORDER_SECONDS]
+        return [order for order in self._orders if now - order["at"] < ORDER_SECONDS]
 
     def segments(self) -> dict[str, StoredSegment]:
         """All segments by name; those in damaged lines are missing, and the file is made anew with

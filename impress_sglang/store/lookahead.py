@@ -74,23 +74,23 @@ class LookAhead:
         if wanted == self._ranges_of.get(rid, {}):
             return
         self.stop_waiting(rid)
-        for segment_id, own in wanted.items():
+        for segment_id, part in wanted.items():
             waiting = self._awaited.setdefault(segment_id, {})
             # A request without a turn is behind others for the same tokens, so nothing changes.
-            if rid in self._turns or own not in waiting:
+            if rid in self._turns or part not in waiting:
                 self._changed.add(segment_id)
-            waiting.setdefault(own, set()).add(rid)
+            waiting.setdefault(part, set()).add(rid)
         if wanted:
             self._ranges_of[rid] = wanted
 
     @locked
     def stop_waiting(self, rid: str) -> None:
         """Forget a request that was admitted or is gone."""
-        for segment_id, own in self._ranges_of.pop(rid, {}).items():
+        for segment_id, part in self._ranges_of.pop(rid, {}).items():
             waiting = self._awaited[segment_id]
-            waiting[own].remove(rid)
-            if not waiting[own]:
-                del waiting[own]
+            waiting[part].remove(rid)
+            if not waiting[part]:
+                del waiting[part]
             if not waiting:
                 del self._awaited[segment_id]
             self._changed.add(segment_id)
@@ -139,8 +139,8 @@ class LookAhead:
     def ranges(self, segment_id: str) -> list[AwaitedRange]:
         """Awaited ranges of a segment, latest turn first."""
         waiting = self._awaited.get(segment_id, {}).items()
-        ranges = ((*own, min(map(self.turn, rids))) for own, rids in waiting)
-        return sorted(ranges, key=lambda own: -own[2])
+        ranges = ((*awaited, min(map(self.turn, rids))) for awaited, rids in waiting)
+        return sorted(ranges, key=lambda awaited: -awaited[2])
 
     @locked
     def take_changed(self) -> set[str]:

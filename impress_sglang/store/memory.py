@@ -120,7 +120,7 @@ def _group_bytes(root: Path) -> Iterator[int]:
                 # kinds, too. Those of weights that were read twice are active.
                 lines = (folder / "memory.stat").read_text().splitlines()
                 stat = dict(line.split() for line in lines)
-                files = (stat.get(f"{kind}{own}_file", 0) for own in ("active", "inactive"))
+                files = (stat.get(f"{kind}{name}_file", 0) for name in ("active", "inactive"))
                 used = int((folder / usage).read_text()) - sum(map(int, files))
                 yield int(most) - used
             if folder == mounted:

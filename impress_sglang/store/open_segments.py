@@ -110,8 +110,8 @@ class OpenSegments:
         chooses the tokens, or all columns.
         """
         for segment_id in self._lookahead.take_changed():
-            for codes, own in self._ids.get(segment_id, {}).items():
-                self._expect(*own, self._lookahead.ranges(segment_id), codes=codes)
+            for codes, chunks in self._ids.get(segment_id, {}).items():
+                self._expect(*chunks, self._lookahead.ranges(segment_id), codes=codes)
 
     def _expect(
         self, first: int, info: SegmentInfo, ranges: Sequence[AwaitedRange], *, codes: bool
@@ -126,9 +126,9 @@ class OpenSegments:
         else:
             # Which chunks of reordered tokens have these is known only from the file.
             anywhere = info.reordered and ranges
-            own = [(0, layout.num_tokens, ranges[-1][2])] if anywhere else ranges
+            parts = [(0, layout.num_tokens, ranges[-1][2])] if anywhere else ranges
             columns = starts[:first_raw, None] + layout.num_chunks * self._certain
-            turns = turns_of(layout.num_chunks, layout.chunk_tokens, own)
+            turns = turns_of(layout.num_chunks, layout.chunk_tokens, parts)
             self._cache.placement.expect(columns.reshape(-1), turns)
         if self._shape.raw_layers:
             pages = layout.rows
@@ -175,7 +175,9 @@ class OpenSegments:
         logged."""
         pool = self._memory.pool
         segments = {span.segment for span in spans}
-        needed = pool.size_of(sum(own.info.geometry.most_bytes(codes=in_codes) for own in segments))
+        needed = pool.size_of(
+            sum(segment.info.geometry.most_bytes(codes=in_codes) for segment in segments)
+        )
         if needed > pool.limit_bytes and not self._said_too_small:
             self._said_too_small = True
             logger.warning(
@@ -234,9 +236,9 @@ class OpenSegments:
     @locked
     def release(self, segment_id: str) -> None:
         """End one reader; after the last one the file is closed."""
-        own = self._open[segment_id]
-        own.readers -= 1
-        if not own.readers:
+        opened = self._open[segment_id]
+        opened.readers -= 1
+        if not opened.readers:
             self._open.pop(segment_id).close()
             # Another thread may have evicted it while it was opened.
             self.retire(segment_id)
@@ -277,7 +279,7 @@ class OpenSegments:
         pool = self._memory.pool
         with self.acquired(spans) as segments:
             # Of codes that stand alone this was asked when they were written.
-            unlike = self._shape.exact and any(is_unlike(own.fits) for own in segments)
+            unlike = self._shape.exact and any(is_unlike(segment.fits) for segment in segments)
             codes = not exact and not unlike
             for segment in segments:
                 # Which only `paper/` restores.
@@ -316,8 +318,8 @@ class OpenSegments:
         assert codes or self._shape.exact, "only codes are kept"
         self._cache.placement.advance()
         return [
-            (own, range(span.start, span.stop), self._first_id(own.info, codes=codes))
-            for span, own in zip(spans, segments, strict=True)
+            (segment, range(span.start, span.stop), self._first_id(segment.info, codes=codes))
+            for span, segment in zip(spans, segments, strict=True)
         ]
 
     def close_source(self, source: StoredSource) -> None:
@@ -330,7 +332,7 @@ class OpenSegments:
     @locked
     def settle(self) -> None:
         """Release the segments of closed sources whose last reads have ended."""
-        for source in [own for own in self._closing if not own.is_reading]:
+        for source in [closing for closing in self._closing if not closing.is_reading]:
             self._closing.remove(source)
             for segment_id in source.segment_ids:
                 self.release(segment_id)
@@ -349,8 +351,8 @@ class OpenSegments:
     @locked
     def check(self, segment_id: str) -> None:
         """Check what is known of a segment in the tree."""
-        if (own := self._open.get(segment_id)) is not None:
-            assert own.readers > 0
+        if (opened := self._open.get(segment_id)) is not None:
+            assert opened.readers > 0
 
 
 def _close_late(opening: Future[OpenSegment]) -> None:

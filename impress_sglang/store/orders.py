@@ -76,7 +76,7 @@ class Pins:
     @property
     def num_bytes(self) -> int:
         """Bytes that pinned prefixes take on SSD."""
-        return sum(own.file_bytes for own in self._held if own.on_disk)
+        return sum(segment.file_bytes for segment in self._held if segment.on_disk)
 
     def pin(self, namespace: str, tokens: Tokens) -> str | None:
         """Pin a prefix, int32 [n]; returns None, or the reason why it cannot be pinned.
@@ -99,7 +99,7 @@ class Pins:
             return f"{found} of its {len(tokens)} tokens are stored: warm it first"
         if len(self._pins) == MOST_PINS:
             return f"{MOST_PINS} prefixes are pinned, and no more can be: unpin one first"
-        new = sum(own.file_bytes for own in segments - self._held)
+        new = sum(segment.file_bytes for segment in segments - self._held)
         if self.num_bytes + new > self._most_bytes:
             return (
                 f"pinned prefixes would take {(self.num_bytes + new) / 1e9:.3f} GB, more than half "
@@ -120,9 +120,9 @@ class Pins:
         """
         begin = b"" if tokens is None else tokens.tobytes()
         going = [
-            (name, own)
-            for (name, own), at in self._pins.items()
-            if namespace in (None, name) and own.startswith(begin) and at <= before
+            (name, pinned)
+            for (name, pinned), at in self._pins.items()
+            if namespace in (None, name) and pinned.startswith(begin) and at <= before
         ]
         for pin in going:
             del self._pins[pin]
@@ -134,8 +134,8 @@ class Pins:
     def longest(self, namespace: str, tokens: Tokens) -> int:
         """How many of these tokens the longest pin has that they begin with."""
         prompt = tokens.tobytes()
-        own = [pin for name, pin in self._pins if name == namespace and prompt.startswith(pin)]
-        return max(map(len, own), default=0) // tokens.itemsize
+        pins = [pin for name, pin in self._pins if name == namespace and prompt.startswith(pin)]
+        return max(map(len, pins), default=0) // tokens.itemsize
 
     def summary(self) -> dict[str, int]:
         """Number of pinned prefixes, and their bytes on SSD."""
@@ -158,8 +158,8 @@ class Pins:
             return {}
         try:
             return {
-                (str(own["namespace"]), decoded(own["tokens"]).tobytes()): float(own["at"])
-                for own in json.loads(content)
+                (str(pin["namespace"]), decoded(pin["tokens"]).tobytes()): float(pin["at"])
+                for pin in json.loads(content)
             }
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             path = self._directory.path / PINS
@@ -168,8 +168,8 @@ class Pins:
 
     def _write(self) -> None:
         fields = [
-            {"namespace": name, "tokens": encoded(np.frombuffer(own, np.int32)), "at": at}
-            for (name, own), at in self._pins.items()
+            {"namespace": name, "tokens": encoded(np.frombuffer(pinned, np.int32)), "at": at}
+            for (name, pinned), at in self._pins.items()
         ]
         self._worker.submit(self._worker.keep, PINS, json.dumps(fields).encode())
 
@@ -265,12 +265,16 @@ class Purge:
                 unpinned = store.pins.unpin(*place, before)
             store.places.refuse_unplaced(*place, min(before, time.time()))
             if before < math.inf:
-                old += (own for own in tree.below(*place) if own.written <= before)
+                old += (segment for segment in tree.below(*place) if segment.written <= before)
         # Those of the step before are not there any more.
         found = (old.popleft() for _ in range(len(old)))
         if before == math.inf:
             found = tree.below(*place)
-        there = (own for own in found if own.on_disk and tree.get(own.segment_id) is own)
+        there = (
+            segment
+            for segment in found
+            if segment.on_disk and tree.get(segment.segment_id) is segment
+        )
         going, more = list(itertools.islice(there, most)), next(there, None)
         self.left = more is not None
         if more is not None and before < math.inf:
@@ -278,15 +282,15 @@ class Purge:
         if self._unpins and (first or not self.left):
             # All in the first step, as they read what is to be freed; newer ones in the last. An
             # order may be heard again: what is newer than it stays.
-            earlier = (own for own in store.writes if own.written <= before)
-            writes = [own for own in earlier if is_in(own, tree, *place)]
+            earlier = (write for write in store.writes if write.written <= before)
+            writes = [write for write in earlier if is_in(write, tree, *place)]
         # Dependents first.
-        going.sort(key=lambda own: -own.info.prefix_len)
+        going.sort(key=lambda segment: -segment.info.prefix_len)
         given_up = store.writes.discard([*writes, *going], Cause.PURGED)
         return Counter(
             segments=len(going),
-            tokens=sum(len(own.info.prompt_tokens) for own in going),
-            bytes=sum(own.file_bytes for own in going),
+            tokens=sum(len(segment.info.prompt_tokens) for segment in going),
+            bytes=sum(segment.file_bytes for segment in going),
             writes=given_up,
             unpinned=unpinned,
         )

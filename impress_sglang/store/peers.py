@@ -90,7 +90,7 @@ class Peers:
     @property
     def num_bytes(self) -> int:
         """Bytes of the files of other servers."""
-        return sum(own.num_bytes for own in list(self._followed.values()))
+        return sum(followed.num_bytes for followed in list(self._followed.values()))
 
     @property
     def folders(self) -> list[Path]:
@@ -106,9 +106,9 @@ class Peers:
                     self._look_for_folders()
             except Exception as error:
                 failed = error
-            for own in self._followed.values():
+            for followed in self._followed.values():
                 try:
-                    self.news.extend(self._read(own))
+                    self.news.extend(self._read(followed))
                 except Exception as error:
                     # Of the disk, or a line of another version: nothing ends the thread.
                     failed = error
@@ -121,17 +121,17 @@ class Peers:
 
         `orders`: to purge, which an earlier process of this folder has given.
         """
-        self.news.extend(News(purge=own) for own in orders)
+        self.news.extend(News(purge=order) for order in orders)
         self.look()
         # Others may add to it meanwhile.
         news = [self.news.popleft() for _ in range(len(self.news))]
-        gone = {own.gone for own in news}
-        self.news.extend(own for own in news if own.purge is not None)
-        found = [own.added for own in news if own.added is not None]
-        for own in found:
+        gone = {event.gone for event in news}
+        self.news.extend(event for event in news if event.purge is not None)
+        found = [event.added for event in news if event.added is not None]
+        for event in found:
             # Used before all that is used here.
-            own.last_access = 1
-        return [own for own in found if own.segment_id not in gone]
+            event.last_access = 1
+        return [event for event in found if event.segment_id not in gone]
 
     def trim(self, folder: Path, num_bytes: float, only: Collection[str] | None = None) -> int:
         """Remove the oldest segments of a folder if no server has it, on the caller's thread;
@@ -140,10 +140,12 @@ class Peers:
         with files.opened(folder / LOCK, os.O_CREAT | os.O_RDWR) as lock:
             if not try_lock(lock):
                 return 0
-            found = [(files.stat(own), name, own) for name, own, _ in segment_files(files, folder)]
-            for status, name, own in sorted(found, key=lambda own: own[0].st_mtime_ns):
+            found = [
+                (files.stat(path), name, path) for name, path, _ in segment_files(files, folder)
+            ]
+            for status, name, path in sorted(found, key=lambda path: path[0].st_mtime_ns):
                 if freed < num_bytes and (only is None or name in only):
-                    files.unlink(Path(own))
+                    files.unlink(Path(path))
                     freed += status.st_size
                     gone.append(name)
             append(files, folder, {"gone": gone})
@@ -173,10 +175,12 @@ class Peers:
             self._followed.setdefault(folder, _Followed(folder))
         for folder in self._followed.keys() - set(there):
             left = self._followed.pop(folder)
-            self.news.extend(News(gone=own) for own in left.unsure.union(left.segments))
+            self.news.extend(
+                News(gone=segment_id) for segment_id in left.unsure.union(left.segments)
+            )
 
-    def _read(self, own: _Followed) -> Iterator[News]:
-        path, seen = own.folder / JOURNAL, tuple[int, ...]()
+    def _read(self, followed: _Followed) -> Iterator[News]:
+        path, seen = followed.folder / JOURNAL, tuple[int, ...]()
         first, size = b"", 0
         # One that is gone is like an empty one.
         with contextlib.suppress(FileNotFoundError):
@@ -185,21 +189,21 @@ class Peers:
             status = self._files.stat(path)
             size = status.st_size
             seen = status.st_ino, size, status.st_mtime_ns
-        if seen == own.seen:
+        if seen == followed.seen:
             return
         if seen:
             first = next(read_lines(self._files, path, block_bytes=_FIRST_BYTES), b"")
-        if first != own.first or size < own.end:
-            own.unsure.update(own.segments)
-            own.segments, own.num_bytes, own.first, own.end = {}, 0, first, 0
-        for line in read_lines(self._files, path, own.end) if seen else ():
+        if first != followed.first or size < followed.end:
+            followed.unsure.update(followed.segments)
+            followed.segments, followed.num_bytes, followed.first, followed.end = {}, 0, first, 0
+        for line in read_lines(self._files, path, followed.end) if seen else ():
             if not line.endswith(b"\n"):
                 break
-            own.end += len(line)
+            followed.end += len(line)
             if (record := decode(line)) is not None:
-                yield from _news_of(record, own)
-        yield from (News(gone=gone) for gone in own.unsure - own.segments.keys())
-        own.seen, own.unsure = seen, set()
+                yield from _news_of(record, followed)
+        yield from (News(gone=gone) for gone in followed.unsure - followed.segments.keys())
+        followed.seen, followed.unsure = seen, set()
 
     def take(self) -> Iterator[News]:
         """What is new, as long as that and what the caller does with it does not take too long; the
@@ -211,21 +215,21 @@ class Peers:
             yield self.news.popleft()
 
 
-def _news_of(record: dict[str, Any], own: _Followed) -> Iterator[News]:
+def _news_of(record: dict[str, Any], followed: _Followed) -> Iterator[News]:
     if "add" in record:
         segment = segment_of(record)
         segment_id = segment.segment_id
-        known = segment_id in own.segments or segment_id in own.unsure
-        own.num_bytes += segment.file_bytes - own.segments.get(segment_id, 0)
-        own.segments[segment_id] = segment.file_bytes
-        if not known and segment.info.identity == identity_in(own.folder.name):
-            segment.home, segment.file_bytes = own.folder, 0
+        known = segment_id in followed.segments or segment_id in followed.unsure
+        followed.num_bytes += segment.file_bytes - followed.segments.get(segment_id, 0)
+        followed.segments[segment_id] = segment.file_bytes
+        if not known and segment.info.identity == identity_in(followed.folder.name):
+            segment.home, segment.file_bytes = followed.folder, 0
             segment.last_access = segment.hits = 0
             yield News(added=segment)
     for gone in record.get("gone", ()):
-        if (file_bytes := own.segments.pop(gone, None)) is not None:
-            own.num_bytes -= file_bytes
-            own.unsure.discard(gone)
+        if (file_bytes := followed.segments.pop(gone, None)) is not None:
+            followed.num_bytes -= file_bytes
+            followed.unsure.discard(gone)
             yield News(gone=gone)
     if "purge" in record:
         yield News(purge=record["purge"])

@@ -77,31 +77,37 @@ class Places:
                 older.append(segment)
         # Those of other servers come last: where they begin like own ones, these stay.
         ordered = list(newest.values())
-        ordered.sort(key=lambda own: (own.home is not None, own.info.prefix_len, -own.last_access))
-        self._tree.order.now = max((own.last_access for own in ordered), default=0)
+        ordered.sort(
+            key=lambda segment: (
+                segment.home is not None,
+                segment.info.prefix_len,
+                -segment.last_access,
+            )
+        )
+        self._tree.order.now = max((segment.last_access for segment in ordered), default=0)
         digests = _Digests()
-        left = [own for own in ordered if not self._put_below(own, digests)]
-        for own in left:
-            self.set_aside(own)
+        left = [segment for segment in ordered if not self._put_below(segment, digests)]
+        for segment in left:
+            self.set_aside(segment)
         for segment, digest in digests.items() if left else ():
             self.note_stored(segment, digest)
         rootless = set[str]()
-        for own in sorted(left, key=lambda own: own.info.prefix_len):
-            before = None if own.above in rootless else self._tokens_before(own)
+        for segment in sorted(left, key=lambda segment: segment.info.prefix_len):
+            before = None if segment.above in rootless else self._tokens_before(segment)
             if before is None:
                 # Nor can what builds on it have any: however long, a chain is walked once.
-                rootless.add(own.segment_id)
-            elif self._tree.insert(own, before):
-                self.forget(own.segment_id)
-                self.note_stored(own)
+                rootless.add(segment.segment_id)
+            elif self._tree.insert(segment, before):
+                self.forget(segment.segment_id)
+                self.note_stored(segment)
         self._tree.order.sort()
-        orphans = [own for own in self._unplaced.values() if own.home is None]
-        for own in orphans:
-            self.forget(own.segment_id)
-        for own in older:
-            if own.home is not None:
-                self.set_aside(own)
-        return [own for own in older if own.home is None], orphans
+        orphans = [segment for segment in self._unplaced.values() if segment.home is None]
+        for segment in orphans:
+            self.forget(segment.segment_id)
+        for segment in older:
+            if segment.home is not None:
+                self.set_aside(segment)
+        return [segment for segment in older if segment.home is None], orphans
 
     def _put_below(self, segment: StoredSegment, digests: _Digests) -> bool:
         """Put a segment where it was; False if that is unknown, or wrong. `digests`: of the tokens
@@ -126,7 +132,7 @@ class Places:
         if segment.segment_id in self._unwanted or (known and not self._purged):
             return
         before = self._tokens_before(segment)
-        if before is not None and any(_concerns(own, segment, before) for own in self._purged):
+        if before is not None and any(_concerns(purge, segment, before) for purge in self._purged):
             self.refuse(segment.segment_id)
             self.late.append(segment)
             return
@@ -138,8 +144,8 @@ class Places:
             self.note_stored(segment)
             return
         self.set_aside(segment)
-        if before is not None and (own := self._double(segment, before)) is not None:
-            self._doubles.append((own, segment))
+        if before is not None and (double := self._double(segment, before)) is not None:
+            self._doubles.append((double, segment))
 
     def _double(self, segment: StoredSegment, before: Tokens) -> StoredSegment | None:
         """What this server has written of the same tokens at the same time, and should remove; None
@@ -149,13 +155,13 @@ class Places:
             np.concatenate([before, segment.info.tokens]),
             least=segment.info.quality,
         )
-        own = match.spans[-1].segment if match.spans else segment
-        if own.home is not None or own.history is not None or _what(own) != _what(segment):
+        other = match.spans[-1].segment if match.spans else segment
+        if other.home is not None or other.history is not None or _what(other) != _what(segment):
             return None
         # What was written later may be there because the other one cannot be read.
-        at_once = abs(segment.written - own.written) < _AT_ONCE_SECONDS
-        lives = (segment.info.expires or math.inf) >= (own.info.expires or math.inf)
-        return own if at_once and lives and segment.segment_id < own.segment_id else None
+        at_once = abs(segment.written - other.written) < _AT_ONCE_SECONDS
+        lives = (segment.info.expires or math.inf) >= (other.info.expires or math.inf)
+        return other if at_once and lives and segment.segment_id < other.segment_id else None
 
     def note_stored(self, segment: StoredSegment, digest: hashlib.blake2b | None = None) -> None:
         """Let what has no place build on a new segment of the tree, if it has the right tokens;
@@ -172,8 +178,8 @@ class Places:
         for length in lengths[low:high]:
             digest = extended(digest, info.tokens[done : length - first])
             done = length - first
-            for own in self._builders.get(digest.hexdigest(), {}).values():
-                own.above = segment.segment_id
+            for builder in self._builders.get(digest.hexdigest(), {}).values():
+                builder.above = segment.segment_id
 
     def set_aside(self, segment: StoredSegment, seconds: float = 0.0) -> None:
         """Keep a segment out of the tree until there is a place, and for so many seconds."""
@@ -243,24 +249,28 @@ class Places:
         """Never use the segments without a place that belong to a prefix (see `Purge`), or may do,
         and were written by then, also those told of later; they are `late`, too."""
         now = time.monotonic()
-        self._purged = {own: at for own, at in self._purged.items() if now - at < ORDER_SECONDS}
+        self._purged = {purge: at for purge, at in self._purged.items() if now - at < ORDER_SECONDS}
         order = namespace, None if tokens is None else tokens.tobytes(), before
         self._purged[order] = now
         found = [
-            own
-            for own in self._unplaced.values()
-            if _concerns(order, own) and _concerns(order, own, self._tokens_before(own))
+            segment
+            for segment in self._unplaced.values()
+            if _concerns(order, segment) and _concerns(order, segment, self._tokens_before(segment))
         ]
-        for own in found:
-            self.refuse(own.segment_id)
+        for segment in found:
+            self.refuse(segment.segment_id)
         self.late += found
 
     def take_doubles(self) -> Iterator[tuple[StoredSegment, StoredSegment]]:
         """What this server should remove, each with what another has, which is to be used."""
         while self._doubles:
-            own, other = self._doubles.pop()
-            if own.ready and own.segment_id in self._tree and other.segment_id in self._unplaced:
-                yield own, other
+            double, other = self._doubles.pop()
+            if (
+                double.ready
+                and double.segment_id in self._tree
+                and other.segment_id in self._unplaced
+            ):
+                yield double, other
 
     def _tokens_before(self, segment: StoredSegment) -> Tokens | None:
         """The tokens before a segment, by what it builds on; None if that is not known."""
@@ -273,19 +283,19 @@ class Places:
             seen.add(above)
         known = self._tree.get(chain[-1].above) if chain[-1].info.prefix_len else None
         tokens = info.tokens[:0] if known is None else known.prompt()
-        for own in reversed(chain):
-            tokens = tokens[: own.info.prefix_len]
-            if own is not segment:
-                tokens = np.concatenate([tokens, own.info.tokens])
+        for link in reversed(chain):
+            tokens = tokens[: link.info.prefix_len]
+            if link is not segment:
+                tokens = np.concatenate([tokens, link.info.tokens])
         same = prefix_digest(info.namespace, tokens) == info.prefix_digest
         return tokens if same else None
 
 
 def _what(segment: StoredSegment) -> tuple[object, ...]:
     """What segments have in common that may stand for each other."""
-    own = segment.info
-    tokens = own.tokens.tobytes()
-    return own.prefix_digest, tokens, own.quality, own.priority, own.windows_from
+    info = segment.info
+    tokens = info.tokens.tobytes()
+    return info.prefix_digest, tokens, info.quality, info.priority, info.windows_from
 
 
 def _concerns(order: _Order, segment: StoredSegment, before: Tokens | None = None) -> bool:

@@ -65,10 +65,10 @@ class PrefixHashes:
         `tokens` are those of a prompt from its start, int32 [n].
         """
         blocks = len(tokens) // BLOCK_TOKENS
-        own = tokens[: blocks * BLOCK_TOKENS].reshape(-1, BLOCK_TOKENS).astype(np.uint64)
+        rows = tokens[: blocks * BLOCK_TOKENS].reshape(-1, BLOCK_TOKENS).astype(np.uint64)
         # Each block's hash depends on its place; that of a prefix is made of their sum.
         places = np.arange(1, blocks + 1, dtype=np.uint64) * self._powers[-1]
-        return mixed(np.cumsum(mixed(own @ self._powers + places)) + self._start(namespace))
+        return mixed(np.cumsum(mixed(rows @ self._powers + places)) + self._start(namespace))
 
     def windows(self, namespace: str, tokens: Tokens) -> tuple[Indices, Hashes]:
         """Windows of 64 tokens: where they begin, ascending, int64 [w], and hashes, uint64 [w].

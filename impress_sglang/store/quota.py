@@ -204,7 +204,7 @@ class Quota:
 
     def take_removals(self) -> None:
         """Count what was removed of stores that no process serves."""
-        for path, removing in [own for own in self._removing.items() if own[1].done()]:
+        for path, removing in [removal for removal in self._removing.items() if removal[1].done()]:
             del self._removing[path]
             if removing.exception() is not None or not removing.result():
                 self._served[path] = time.monotonic()
@@ -245,9 +245,9 @@ class _Choice:
         """Choose segments in this order until there are `most` bytes with earlier choices."""
         # Dependents of a segment come before it, so one look at each is enough.
         for segment in segments:
-            own: StoredSegment | None = segment
-            while own is not None and self.num_bytes < most:
-                own = self._consider(own)
+            candidate: StoredSegment | None = segment
+            while candidate is not None and self.num_bytes < most:
+                candidate = self._consider(candidate)
             if self.num_bytes >= most:
                 break
 

@@ -147,10 +147,10 @@ class PrefixStore:
             self._hear(news)
         self.places.place_again()
         # An order to purge may concern only the one that is to be used.
-        for own, other in () if self._orders else self.places.take_doubles():
+        for double, other in () if self._orders else self.places.take_doubles():
             # A bucket's are stored here as well, to be read from here.
-            if bucket is None and not self.quota.is_needed(own):
-                self.writes.discard([own], Cause.EVICTED)
+            if bucket is None and not self.quota.is_needed(double):
+                self.writes.discard([double], Cause.EVICTED)
                 self.places.forget(other.segment_id)
                 self.places.add(other)
         self._disk.remove_foreign(self.places.late)
@@ -161,8 +161,8 @@ class PrefixStore:
                 del self._orders[0]
         elif bucket is not None:
             bucket.catch_up()
-        ended = [own for own in self._tasks if own[1].done()]
-        self._tasks = [own for own in self._tasks if own not in ended]
+        ended = [task for task in self._tasks if task[1].done()]
+        self._tasks = [task for task in self._tasks if task not in ended]
         for task, future in ended:
             if task is Work.MEASURE:
                 self.health.measured(future.exception() or future.result())
@@ -203,7 +203,7 @@ class PrefixStore:
         """Remove at most so many segments that have expired; `now` is a time of `time.time`."""
         due = self.tree.order.take_due(now, most)
         # A killed process leaves none behind what has gone.
-        due.sort(key=lambda own: -own.info.prefix_len)
+        due.sort(key=lambda segment: -segment.info.prefix_len)
         self.writes.discard(due, Cause.EXPIRED)
 
     def tell(self, order: Mapping[str, Any]) -> None:
@@ -253,8 +253,8 @@ class PrefixStore:
         """Compare a little for each item taken; anything may happen between two of them."""
         segments = list(self.tree.segments())
         for first in range(0, len(segments), CHECKED_SEGMENTS):
-            own = segments[first : first + CHECKED_SEGMENTS]
-            self._check([one for one in own if self.tree.get(one.segment_id) is one])
+            checked = segments[first : first + CHECKED_SEGMENTS]
+            self._check([one for one in checked if self.tree.get(one.segment_id) is one])
             yield
         for tier in CACHES:
             first = 0
@@ -265,7 +265,7 @@ class PrefixStore:
     def _check(self, segments: Sequence[StoredSegment]) -> None:
         """Compare some segments of the tree, and sums, with other parts of the store."""
         pending = set(self.writes)
-        assert self.quota.pending_bytes == sum(own.file_bytes for own in pending)
+        assert self.quota.pending_bytes == sum(write.file_bytes for write in pending)
         assert self.tree.file_bytes == sum(self.tree.held.values())
         for segment in segments:
             self.tree.check(segment)
@@ -322,8 +322,8 @@ class PrefixStore:
             else:
                 # A segment that the answer lacks may have been written after the probe.
                 for segment in self.tree.segments():
-                    own = segment.ready and segment.home is None
-                    if own and segment.segment_id not in found:
+                    local = segment.ready and segment.home is None
+                    if local and segment.segment_id not in found:
                         self.health.suspect(segment)
         # This comes before `catch_up`, which may fail again.
         self.health.probed(error, readable=found is not None)

@@ -90,8 +90,8 @@ class StoredSegment:
     @property
     def own_level(self) -> Priority:
         """The highest of its priority (a hole has none) and its dependents' levels."""
-        own = Priority.LOW if self.lost else self.info.priority
-        return max(own, *(level for level in Priority if self.dependents[level]), Priority.LOW)
+        priority = Priority.LOW if self.lost else self.info.priority
+        return max(priority, *(level for level in Priority if self.dependents[level]), Priority.LOW)
 
     @property
     def num_dependents(self) -> int:

@@ -98,12 +98,12 @@ class StoredTree:
         spans, position, now = list[StoredSpan](), 0, time.time()
         children = self._roots.get(namespace, {})
         while position < len(tokens):
-            own = next(_choices(children, position, int(tokens[position]), least), None)
-            if own is None or (only_ready and not own.may_be_read(now)):
+            segment = next(_choices(children, position, int(tokens[position]), least), None)
+            if segment is None or (only_ready and not segment.may_be_read(now)):
                 break
-            length = common_prefix_len(own.info.tokens, tokens[position:])
-            spans.append(StoredSpan(own, 0, length))
-            children, position = own.children, position + length
+            length = common_prefix_len(segment.info.tokens, tokens[position:])
+            spans.append(StoredSpan(segment, 0, length))
+            children, position = segment.children, position + length
         return StoredMatch(tuple(spans))
 
     def states_in(self, match: StoredMatch) -> Iterator[int]:
@@ -136,10 +136,10 @@ class StoredTree:
         change meanwhile.
         """
         prefix = np.empty(0, np.int32) if prefix is None else prefix
-        for own in self._roots if namespace is None else (namespace,):
-            for end in self._ends(own, prefix):
+        for name in self._roots if namespace is None else (namespace,):
+            for end in self._ends(name, prefix):
                 # Each segment on the way down, with those that build on it and are still to come.
-                stack = [(end, _each(self._below(own, end), len(prefix)))]
+                stack = [(end, _each(self._below(name, end), len(prefix)))]
                 while stack:
                     segment, children = stack[-1]
                     if (child := next(children, None)) is not None:
@@ -151,7 +151,7 @@ class StoredTree:
 
     def ends(self, namespace: str, prefix: Tokens) -> set[StoredSegment]:
         """Segments that have the last token of a prefix, in all qualities, also lost ones."""
-        return {own for own in self._ends(namespace, prefix) if own is not None}
+        return {end for end in self._ends(namespace, prefix) if end is not None}
 
     def on_top(self, segment: StoredSegment) -> Iterator[StoredSegment]:
         """Segments that build directly on one; found lazily, as by `below`."""
@@ -211,8 +211,8 @@ class StoredTree:
         self._segments[info.segment_id] = segment
         self._count(segment, file_bytes - segment.file_bytes)
         segment.info, segment.file_bytes, segment.home = info, file_bytes, None
-        for own in (segment, *(self.on_top(segment) if renamed else ())):
-            self.order.change(own)
+        for changed in (segment, *(self.on_top(segment) if renamed else ())):
+            self.order.change(changed)
 
     def lose(self, segment: StoredSegment) -> None:
         """Mark a segment as lost: it has no file any more.
@@ -239,7 +239,7 @@ class StoredTree:
         assert self._segments[segment.segment_id] is segment
         place = self._below(info.namespace, above).get(info.prefix_len, {})
         same = place.get(int(info.tokens[0]), ())
-        assert segment in same and len({own.info.quality for own in same}) == len(same)
+        assert segment in same and len({other.info.quality for other in same}) == len(same)
         if segment.lost:
             assert max(segment.children, default=0) == segment.stop
         if above is None:
@@ -267,19 +267,19 @@ class StoredTree:
         if above is not None and stop < above.stop:
             following = above.info.tokens[stop - above.info.prefix_len]
             found += [above] if following == token else []
-        return next((own for own in found if own.info.quality == info.quality), None)
+        return next((child for child in found if child.info.quality == info.quality), None)
 
     def _adopt(self, above: StoredSegment, children: Children) -> None:
         """Let what has built on one segment build on another."""
         above.children |= children
         states = (at for at, place in children.items() if STATE_TOKEN in place)
         above.states = sorted([*above.states, *states])
-        for own in _each(children):
-            assert own.parent is not None
-            own.parent.dependents[own.level] -= 1
-            own.parent = above
-            above.dependents[own.level] += 1
-            self.order.change(own)
+        for child in _each(children):
+            assert child.parent is not None
+            child.parent.dependents[child.level] -= 1
+            child.parent = above
+            above.dependents[child.level] += 1
+            self.order.change(child)
 
     def _join(self, segment: StoredSegment, above: StoredSegment | None) -> None:
         """Put a segment, with what builds on it, into the tree."""
@@ -295,7 +295,7 @@ class StoredTree:
             bisect.insort(above.states, info.prefix_len)
         same = place.setdefault(token, [])
         same.append(segment)
-        same.sort(key=lambda own: own.info.quality.rank)
+        same.sort(key=lambda other: other.info.quality.rank)
         self._segments[info.segment_id] = segment
         self._count(segment, segment.file_bytes)
         if self.content is not None and not segment.lost:
@@ -353,7 +353,7 @@ class StoredTree:
 
     def _split(self, hole: StoredSegment, stop: int) -> None:
         """Make two of a hole that goes on behind `stop` tokens of a prompt."""
-        behind = {at: own for at, own in hole.children.items() if at > stop}
+        behind = {at: child for at, child in hole.children.items() if at > stop}
         for at in behind:
             del hole.children[at]
         del hole.states[bisect.bisect_right(hole.states, stop) :]
@@ -416,5 +416,5 @@ def _choices(
 
 def _each(children: Children, first: int = 0) -> Iterator[StoredSegment]:
     """Segments that come after `first` tokens of a prompt or later."""
-    places = (own for at, own in children.items() if at >= first)
+    places = (child for at, child in children.items() if at >= first)
     return itertools.chain.from_iterable(same for tokens in places for same in tokens.values())

@@ -390,8 +390,8 @@ class SegmentWrites:
         segment, victims = self._far(info), None
         if segment is not None and self.are_taken:
             file = segment.apart(file_bytes=whole.size)
-            own = info.namespace, segment.prompt()
-            keep = self._tree.match(*own, least=info.quality, only_ready=False)
+            place = info.namespace, segment.prompt()
+            keep = self._tree.match(*place, least=info.quality, only_ready=False)
             victims = self._quota.make_room(file, keep)
         if victims is None:
             self._worker.submit(bucket.files.end, whole)
