@@ -14,7 +14,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from impress_sglang.serving.load_planner import LoadPlanner
@@ -25,6 +25,7 @@ from impress_sglang.store.prefix_hashes import prefix_digest
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
 from impress_sglang.store.tree import StoredTree
 from tests.unit.kv_factory import as_tokens, stored_segment
+from tests.unit.prefix_model import QUALITIES, Known, Path, PrefixModel
 from tests.unit.store_checks import check_tree
 
 P = (1, 2, 3, 4, 5, 6)  # a prompt that others share
@@ -91,6 +92,37 @@ def test_what_was_blended_gives_way_to_all_else(tree: StoredTree, put: Put) -> N
     put("exact", [7, 8, 9], P)
     for least in (EXACT, half, Quality(8, 4.0, 0.1)):
         assert found(tree, tokens, least=least)[1:] == [("exact", 0, 3)]
+
+
+def test_holes_are_filled_in_part_and_end_where_nothing_builds_on_them(
+    tree: StoredTree, put: Put
+) -> None:
+    def all_of(tokens: Sequence[int]) -> list[tuple[str, int, int]]:
+        check_tree(tree)
+        return [own for own in found(tree, tokens, pending=True) if own[0] in names]
+
+    names = {"inside", "end", "middle", "head"}
+    long = put("long", P)
+    put("inside", [9], P[:2])
+    end = put("end", [8], P)
+    assert not tree.insert(
+        stored_segment("x", [5], [1, 0, 0, 0, 0, 0, 8]), as_tokens([1, *[0] * 5, 8])
+    )
+    tree.lose(long)
+    put("middle", P[2:4], P[:2])
+    assert all_of([*P, 8]) == [("middle", 0, 2), ("end", 0, 1)]
+    put("head", P[:1])
+    assert all_of([*P, 8]) == [("head", 0, 1), ("middle", 0, 2), ("end", 0, 1)]
+    assert all_of([*P[:2], 9]) == [("head", 0, 1), ("inside", 0, 1)]
+    tree.lose(end)
+    assert tree.match("", as_tokens(P), only_ready=False).num_tokens == 4
+    long = put("long", [7] * 6)
+    put("early", [9], [7] * 2)
+    end = put("end", [9], [7] * 6)
+    tree.lose(long)
+    tree.lose(end)
+    check_tree(tree)
+    assert tree.match("", as_tokens([7] * 6), only_ready=False).num_tokens == 2
 
 
 def test_digest_of_a_prefix_depends_on_namespace_and_every_token() -> None:
@@ -201,3 +233,68 @@ def test_states_that_another_page_size_has_left_are_passed_over(page: int, usabl
     service: Any = SimpleNamespace(config=None, store=SimpleNamespace(tree=tree))
     planner, match = LoadPlanner(service, page, states=True), tree.match("", tokens)
     assert planner.usable(match) == usable
+
+
+RUNS = st.lists(st.integers(0, 1), max_size=4).map(tuple)
+PUT = st.tuples(
+    st.integers(0, 9), st.integers(0, 12), RUNS, RUNS.filter(len), st.sampled_from(QUALITIES)
+)
+# A segment that is put behind so many tokens of another and some more, or which one is lost.
+STEPS = st.lists(st.one_of(PUT, PUT, st.integers(0, 9)), min_size=12, max_size=30)
+
+
+def path_of(segment: StoredSegment) -> Path:
+    """Token and quality of each position before a segment."""
+    path, tokens = list[tuple[int, Quality]](), segment.prompt()
+    for at in reversed(range(segment.info.prefix_len)):
+        while segment.info.prefix_len > at:
+            assert segment.parent is not None
+            segment = segment.parent
+        path.append((int(tokens[at]), segment.info.quality))
+    return tuple(reversed(path))
+
+
+@settings(max_examples=4 * settings.default.max_examples, deadline=None)
+@given(STEPS)
+def test_against_a_model_without_a_tree(steps: list[Any]) -> None:
+    """What is stored, in which place, and lost again."""
+    tree, model, stored = StoredTree(), PrefixModel(), dict[str, StoredSegment]()
+    for number, step in enumerate(steps):
+        if isinstance(step, int):
+            if stored:
+                name = list(stored)[step % len(stored)]
+                tree.lose(stored.pop(name))
+                model.lose(name)
+        else:
+            which, cut, more, own, quality = step
+            known = list(model.segments.values())
+            path = known[which % len(known)].path[:cut] if known else ()
+            prefix = [*(token for token, _ in path), *more]
+            place = model.place_for("", prefix, own, quality)
+            new = stored_segment(str(number), own, prefix, quality=quality)
+            assert tree.insert(new, as_tokens(prefix)) == (place is not None)
+            if place is not None:
+                assert path_of(new) == place
+                stored[str(number)] = new
+                model.add(Known(str(number), "", place, tuple((token, quality) for token in own)))
+        check_tree(tree)
+        assert sum(own.info.num_tokens for own in tree.segments() if own.lost) == model.num_holes
+        for known in model.segments.values():
+            tokens = [token for token, _ in known.path]
+            for least in QUALITIES:
+                path = model.follow("", tokens, least)
+                spans = tree.match("", as_tokens(tokens), least=least, only_ready=False).spans
+                names = [
+                    "" if own.segment.lost else own.segment.segment_id
+                    for own in spans
+                    for _ in range(len(own))
+                ]
+                assert names == [
+                    name for name, start, stop in model.spans("", path) for _ in range(start, stop)
+                ]
+            behind = {own.segment_id for own in tree.below("", as_tokens(tokens)) if not own.lost}
+            assert behind == {
+                name
+                for name, own in model.segments.items()
+                if [token for token, _ in own.path][: len(tokens)] == tokens
+            }
