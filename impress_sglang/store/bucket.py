@@ -75,6 +75,7 @@ class Bucket:
         self._obstore = importlib.import_module("obstore")
         self._exists = importlib.import_module("obstore.exceptions").AlreadyExistsError
         self._store, self._patient, self.url = store, patient, url
+        self._lock = threading.Lock()
         self._failed_at = 0.0
         self.failures = 0
 
@@ -165,8 +166,9 @@ class Bucket:
                 self._note(failure)
 
     def _note(self, error: Exception | None) -> None:
-        failed_at, now = self._failed_at, time.monotonic()
-        self._failed_at = 0.0 if error is None else failed_at or now
+        with self._lock:
+            failed_at, now = self._failed_at, time.monotonic()
+            self._failed_at = 0.0 if error is None else failed_at or now
         if error is None and failed_at:
             logger.warning("%s answers again after %.1f s", self.url, now - failed_at)
         elif error is not None and not failed_at:

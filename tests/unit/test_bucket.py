@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +27,7 @@ from impress_sglang.store import store as store_module
 from impress_sglang.store.bucket import Bucket
 from impress_sglang.store.losses import Cause
 from impress_sglang.store.writing import StoreOutcome
+from impress_sglang.threads import BackgroundThread
 from tests.unit.kv_factory import IDENTITY
 from tests.unit.store_factory import (
     SHAPES,
@@ -342,6 +346,28 @@ def test_a_bucket_that_fails_is_a_miss_until_it_answers(
         until_found(store, prompt(number))
         check_rows(store, prompt(number))
     assert "answers again" in caplog.text
+
+
+def test_a_failure_of_several_reads_is_told_once(
+    bucket: Faults, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = threading.Barrier(2)
+
+    def now() -> float:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.2)
+        return time.monotonic()
+
+    monkeypatch.setattr(bucket_module, "time", SimpleNamespace(monotonic=now))
+    for fails in (True, False):
+        both.reset()
+        bucket.fails = lambda what, name, fails=fails: fails
+        readers = [BackgroundThread("reader") for _ in range(2)]
+        for own in [own.submit(bucket.list, "x") for own in readers]:
+            assert bool(own.exception()) is fails
+        assert all(own.close(10) for own in readers)
+        assert len(caplog.messages) == 2 - fails
+    assert "fails" in caplog.messages[0] and "answers again" in caplog.messages[1]
 
 
 def test_an_object_that_vanished_is_a_miss(world: World, bucket: Faults) -> None:
