@@ -90,7 +90,7 @@ class StoreDisk:
             try:
                 self.direct = self.files.supports_direct_io(self.directory.path)
                 self.worker = DiskWorker(self.directory, self.health, direct=self.direct)
-                undo.callback(self.worker.close, self._seconds)
+                undo.callback(self._close_worker)
                 if (kept := self.directory.get(CODING)) is not None:
                     self.meter.restore(kept)
                 self.health.free_bytes = self.files.free_bytes(self.directory.path)
@@ -206,6 +206,10 @@ class StoreDisk:
         """
         self._record_uses(len(self.tree))
         self._closing.close()
+
+    def _close_worker(self) -> None:
+        if not self.worker.close(self._seconds):
+            logger.warning("access times are not kept for the next start")
 
     def _record_uses(self, most: int) -> int:
         used = self.tree.order.take_changed(most)

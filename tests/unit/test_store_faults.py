@@ -179,6 +179,16 @@ def test_the_index_may_refuse(
     assert length(bench.open(), prompt(1, 40)) in ((0, 40) if fault == "raise" else (40,))
 
 
+def test_what_hangs_at_the_end_is_left_behind_and_told(
+    bench: Workbench, store: PrefixStore, faults: Faults, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.put(store, prompt(1))
+    bench.forget(store)
+    with faults.injected(Rule("hang", "open-write", INDEX)):
+        store.close()
+        assert "access times are not kept" in caplog.text
+
+
 def test_a_directory_that_goes_and_comes_back(
     bench: Workbench, store: PrefixStore, tmp_path: Path
 ) -> None:
