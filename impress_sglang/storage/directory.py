@@ -44,7 +44,8 @@ _FOLDER = re.compile(r"[0-9a-f]{2}")
 _SEGMENT = re.compile(
     rf"([0-9a-f]{{32}}){re.escape(SEGMENT_SUFFIX)}({re.escape(TEMPORARY_SUFFIX)})?"
 )
-_MOST_BYTES = 1 << 30
+_LONGEST_MARKER = 4096
+_LONGEST_KEPT = 1 << 30
 _KEY_BYTES = 32
 # Seconds in which the first server of a model has written the key.
 _KEY_SECONDS = 10.0
@@ -110,7 +111,7 @@ class StoreDirectory:
     def get(self, name: str) -> bytes | None:
         """Read a small file that was put; None if there is none."""
         try:
-            return _read_small(self.files, self.path / name)
+            return _read_small(self.files, self.path / name, _LONGEST_KEPT)
         except FileNotFoundError:
             return None
 
@@ -359,8 +360,8 @@ def _stat_existing(files: FileSystem, path: Path) -> os.stat_result:
         return _stat_existing(files, path.parent)
 
 
-def _read_small(files: FileSystem, path: Path) -> bytes:
-    content = bytearray(min(files.stat(path).st_size, _MOST_BYTES))
+def _read_small(files: FileSystem, path: Path, longest: int = _LONGEST_MARKER) -> bytes:
+    content = bytearray(min(files.stat(path).st_size, longest))
     with files.opened(path, os.O_RDONLY) as descriptor:
         try:
             files.read(descriptor, 0, memoryview(content))

@@ -88,6 +88,7 @@ BAD_MARKERS: dict[str, bytes | None] = {
     "no object": b'["impress-sglang store"]',
     "no text": b"\xff\xfe\x00",
     "without a key": b'{"kind": "impress-sglang store"}',
+    "too long": b'%4096s{"kind": "impress-sglang store", "key": "%s"}' % (b"", b"ab" * 32),
     **{
         f"with {key!r} as key": b'{"kind": "impress-sglang store", "key": %s}' % key
         for key in (b'""', b'"no hex"', b'"%s"' % (b"ab" * 100), b"7")
