@@ -1,7 +1,7 @@
-"""Blend jobs: load jobs that also bring stored text that is no prefix, and compute some of it.
+"""Blend jobs: load jobs that also load stored text that is no prefix, and recompute some of it.
 
-The loader's thread reads all runs into the job's slots, group by group, and turns their keys to
-their new positions. Then the scheduler's thread computes the rest (`blend.plugin.steps`).
+The loader thread reads all runs into the job's slots, group by group, and rotates their keys to
+their new positions. Then the scheduler thread computes the rest (`blend.plugin.steps`).
 """
 
 from __future__ import annotations
@@ -24,61 +24,60 @@ from impress_sglang.store.content import Run
 from impress_sglang.store.stored import StoredMatch, StoredSpan
 from impress_sglang.transfer.sources import WholeSource
 
-# Layers in which deviations are looked for among all tokens; the first never deviates.
+# Layers that compute all tokens to find deviations; the first layer never deviates.
 CHECKED_LAYERS = 2
 
 
 class Kind(enum.IntEnum):
-    """How a token of a blended prefix gets its KVs."""
+    """Source of the KVs of a token of a blended prefix."""
 
     KEPT = 0
-    """It is stored behind the same tokens."""
+    """Stored after the same tokens."""
     COMPUTED = 1
-    """It is computed in all layers."""
+    """Computed in all layers."""
     REUSED = 2
-    """It is stored behind other tokens; it is computed while its KVs are among the most deviant."""
+    """Stored after other tokens; computed as long as its KVs are among the most deviant."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class BlendJob(LoadJob):
-    """A load job for a prefix of which some runs are stored, each behind other tokens."""
+    """A load job for a prefix with stored runs, each of which may be stored after other tokens."""
 
     rotation: KeyRotation
-    """Turns the model's keys."""
+    """Rotation of the model's keys."""
     runs: tuple[Run, ...]
-    """What is read, in the order of the prompt, from the first token that is not resident."""
+    """Runs to read, in prompt order, from the first token that is not resident."""
     kinds: Uint8s
     """uint8 [stop - start], the `Kind` of each of its tokens."""
     share: float
-    """How many of the `REUSED` tokens are computed, on average over the layers."""
+    """Share of the `REUSED` tokens to compute, on average over the layers."""
     new: int
-    """How many tokens of the prompt follow."""
+    """Number of prompt tokens that follow."""
     read_tokens: int
-    """At most so many tokens are read at once."""
+    """Most tokens to read in one step."""
     why: Detail | None = None
-    """Why it could not be blended, unless there was nothing to read."""
+    """Why it could not be blended; None if there was nothing to read."""
     row: Tensor | None = None
-    """int64 [stop], the slots of all tokens, while it is computed."""
+    """int64 [stop], slots of all tokens, while it is computed."""
     position: int = 0
-    """Where the rest begins that is to be computed."""
+    """First token that is yet to be computed."""
     token_layers: int = 0
     """Computed tokens, summed over all layers."""
     spent: float = 0.0
     """Seconds of computing."""
 
     groups: list[list[Run]] = dataclasses.field(default_factory=list)
-    """The runs by what is read at once, when it is read."""
+    """The runs, grouped by read step; set when reading starts."""
 
     computes: ClassVar[bool] = True
 
     @property
     def spans(self) -> tuple[StoredSpan, ...]:
-        """The stored tokens that are read, in the order of the prompt."""
         return tuple(run.span for run in self.runs)
 
     @property
     def parts(self) -> tuple[int, int, int]:
-        """See `LoadJob.parts`; none is kept behind the first one that is not."""
+        """See `LoadJob.parts`; a token after the first one that is not kept counts as not kept."""
         kept = int(np.argmax(np.append(self.kinds, Kind.COMPUTED) != Kind.KEPT))
         reused, computed = (
             np.count_nonzero(self.kinds == kind) for kind in (Kind.REUSED, Kind.COMPUTED)
@@ -87,11 +86,11 @@ class BlendJob(LoadJob):
 
     @property
     def seconds(self) -> float:
-        """What it took: restoring and computing, without waiting for the drive or for others."""
+        """Seconds of restoring and computing, without waiting for the drive or for other jobs."""
         return max(self.fill_seconds - self.reads.wait_ms / 1e3, 0.0) + self.spent
 
     def seconds_left(self, num_layers: int, now: float) -> float | None:
-        """See `LoadJob.seconds_left`; what is to be computed takes as long as estimated."""
+        """See `LoadJob.seconds_left`; computing takes as long as estimated."""
         computing = self.estimate.compute
         if self.done.is_set():
             done = (self.position - self.start) / max(len(self), 1)
@@ -100,11 +99,10 @@ class BlendJob(LoadJob):
         return None if left is None else left + computing
 
     def unread(self, num_layers: int) -> float:
-        """See `LoadJob.unread`."""
         return super().unread(max(len(self.groups), 1) * num_layers)
 
     def begin_at(self, start: int) -> None:
-        """See `LoadJob.begin_at`: what is resident now is not read, and what is gone is."""
+        """See `LoadJob.begin_at`: resident tokens are not read, evicted ones are."""
         before = self.start
         super().begin_at(start)
         self.position = start
@@ -121,14 +119,13 @@ class BlendJob(LoadJob):
         self.rotation.prepare(max(positions, default=0))
 
     def open(self) -> WholeSource:
-        """See `LoadJob.open`."""
         self.groups = groups_of(self.runs, self.read_tokens)
         if not self.groups:
             raise PrefixUnreadable("-", "nothing of it is left to read")
         return self._open(0)
 
     def sources(self, opened: WholeSource, rows_from: int | None) -> Generator[Read, None, None]:
-        """See `LoadJob.sources`: all groups, of which one is read ahead."""
+        """See `LoadJob.sources`: yields all groups, and reads one ahead."""
         opened_sources = [opened]
         try:
             for number, group in enumerate(self.groups):
@@ -145,7 +142,7 @@ class BlendJob(LoadJob):
         return self.store.segments.open([run.span for run in self.groups[number]], exact=False)
 
     def _placed(self, runs: list[Run]) -> tuple[Tensor, AfterFill | None]:
-        """The slots of a group, and what moves its keys to their positions if need be."""
+        """Return the slots of a group, and a function that rotates its keys if necessary."""
         assert self.target is not None
         new = torch.cat([torch.arange(run.start, run.stop) for run in runs])
         slots = self.target[(new - self.start).to(self.target.device)]
@@ -163,7 +160,7 @@ class BlendJob(LoadJob):
 
 
 def runs_of(match: StoredMatch, start: int) -> list[Run]:
-    """The runs of a stored prefix from token `start` on."""
+    """Return the runs of a stored prefix from token `start` on."""
     runs = []
     for span in match.slice(start, match.num_tokens):
         runs.append(Run(start, span))
@@ -172,9 +169,9 @@ def runs_of(match: StoredMatch, start: int) -> list[Run]:
 
 
 def groups_of(runs: Sequence[Run], max_tokens: int) -> list[list[Run]]:
-    """Split runs into groups that are read at once, each within so many tokens of a prompt.
+    """Split runs into groups, each read in one step and spanning at most `max_tokens` of a prompt.
 
-    No page of a segment's codes is twice in the runs of a group, so one source can read the group.
+    No page of a segment's codes occurs twice in a group, so one source can read it.
     """
     groups: list[list[Run]] = []
     pages, end = set[tuple[str, int]](), -1
@@ -195,9 +192,9 @@ def groups_of(runs: Sequence[Run], max_tokens: int) -> list[list[Run]]:
 
 
 def share_of_layer(share: float, layer: int, num_layers: int) -> float:
-    """The share of the reused tokens that is computed in a layer after the checked ones.
+    """Return the share of the reused tokens to compute in a layer after the checked ones.
 
-    CacheBlend 4.3 filters gradually: more than `share` at first, less in the end, `share` on
+    CacheBlend 4.3 filters gradually: more than `share` at first, less at the end, `share` on
     average.
     """
     first, last = CHECKED_LAYERS, max(num_layers - 1, CHECKED_LAYERS + 1)
@@ -206,9 +203,9 @@ def share_of_layer(share: float, layer: int, num_layers: int) -> float:
 
 
 def computed_again(reused: Flags, deviations: Float32s, count: int) -> Flags:
-    """Which of a layer's computed tokens the next one computes as well, bool [n].
+    """Select the tokens of a layer that the next layer computes as well, bool [n].
 
-    All that are not `reused`, and `count` reused ones, if there are as many, that deviate most.
+    These are all that are not `reused`, and the `count` reused ones that deviate most.
     """
     going_on, first = ~reused, max(len(reused) - count, int(np.count_nonzero(~reused)))
     # Tokens that are not reused sort first, the most deviant last.

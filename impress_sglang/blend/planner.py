@@ -1,6 +1,6 @@
-"""Plans how stored text that is no prefix is reused, by requests that accept approximate KVs.
+"""Plans how requests that accept approximate KVs reuse stored text that is no prefix.
 
-It is computed again in part (CacheBlend, 4.2); requests of another class never see the result.
+Part of it is recomputed (CacheBlend, 4.2); requests of another class never see the result.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from impress_sglang.serving.why import Detail, Reason
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.stored import StoredMatch, StoredSpan
 
-# So many first tokens are computed unless they are resident or stored as a prefix: attention needs
-# a head that it knows (AttentionStore's truncation as printed fails without one).
+# Leading tokens that are computed unless they are resident or stored as a prefix: attention needs
+# its usual first tokens (AttentionStore's truncation as printed fails without them).
 HEAD_TOKENS = 16
-# A blend that was slow is tried again after so many seconds.
+# Seconds after which a slow blend is tried again.
 MEASURE_SECONDS = 60.0
-# The shares that auto chooses from, the largest first.
+# Shares that auto chooses from, the largest first.
 SHARES = (0.75, 0.5, 0.4, 0.3, 0.25, 0.2, AUTO_SHARE)
 
 
 class BlendPlanner:
-    """Plans how requests reuse text that is not a prefix; one thread."""
+    """Plans how requests reuse text that is not a prefix; not thread-safe."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class BlendPlanner:
         read_tokens: int,
         measure: Callable[[Sequence[StoredSpan]], None],
     ) -> None:
-        """`rotation` turns the model's keys. At most `read_tokens` are read at once; `measure`
+        """`rotation` rotates the model's keys, `read_tokens` bounds a read step, and `measure`
         learns how fast reads are now."""
         self.refusal: str | None = None
         """Why this server turned out to be unable to blend."""
@@ -69,15 +69,15 @@ class BlendPlanner:
         Args:
             namespace: the request's namespace.
             space: see `LoadJob`.
-            tokens: the prompt without its last token, which is computed in any case.
-            resident_len: how many of `tokens` are in SGLang's tree, in its class.
-            usual: what it would load otherwise; None if it would compute.
-            own: its class.
-            blend: the share that it asks for, or `AUTO`, or `OFF`.
+            tokens: the prompt without its last token, which is always computed.
+            resident_len: number of `tokens` in SGLang's tree, in its class.
+            plain_job: the load without blending; None if the request would compute.
+            kv_class: the request's class.
+            blend: the requested share, or `AUTO`, or `OFF`.
 
         Returns:
-            A job, of which nothing was begun. If it would not blend: why, if some of its text is
-            stored, else None.
+            A job that has not started. If the request would not blend: why, or None if none
+            of its text is stored.
         """
         service = self._service
         if blend == OFF or kv_class.share >= 1.0 or kv_class.exact:
@@ -92,7 +92,7 @@ class BlendPlanner:
         name, worst = store.namespace(namespace), kv_class.worst(self._config.approximation_depth)
         match = store.tree.match(name, tokens, least=worst)
         if match.num_tokens - resident_len < HEAD_TOKENS:
-            # So few tokens are only how other prompts happen to begin: compute them, exactly.
+            # Such a short match is a coincidence: compute its tokens exactly.
             match = StoredMatch()
         prefix_len = max(match.num_tokens, resident_len)
         done = prefix_len if plain_job is None else max(plain_job.stop, prefix_len)
@@ -123,15 +123,15 @@ class BlendPlanner:
             _, estimate = self._choose(work, kinds, io, (share,), measured=False)
             if self._too_slow(estimate, plain_job) or now < self._measure_at:
                 return refusal
-            # Others share the model with the trial only for a small part of the time, however slow
-            # blends were.
+            # Trials share the model with other requests for a small part of the time only,
+            # however slow blends were.
             pause = MEASURE_SECONDS * max(learnt / self._config.blend_seconds, 1.0)
             self._measure_at = now + pause
         # Groups are read one after the other, so each must fit by itself.
         for group in groups_of(read, self._read_tokens):
             if not store.segments.can_read([run.span for run in group], in_codes=True):
                 return Reason.NO_BUFFERS, ""
-        # Touched, so that segments that are opened later are still there then.
+        # Touched, so that segments that are opened later are not evicted before.
         for segment in dict.fromkeys(run.span.segment for run in read):
             store.tree.touch(StoredMatch((StoredSpan(segment, 0, 1),)))
         estimate = dataclasses.replace(estimate, bits=kv_class.bits)
@@ -152,7 +152,7 @@ class BlendPlanner:
         )
 
     def _too_slow(self, estimate: Estimate, plain_job: LoadJob | None) -> Detail | None:
-        """Why a blend that takes as long as estimated is refused; None if it is not."""
+        """Return why a blend with this estimate is refused, or None."""
         max_seconds = self._config.blend_seconds
         if estimate.compute > max_seconds:
             return Reason.BLEND_TOO_LONG, f"{estimate.compute:.1f} of {max_seconds:g} s"
@@ -174,7 +174,7 @@ class BlendPlanner:
         *,
         measured: bool = True,
     ) -> tuple[float, Estimate]:
-        """The largest share with which a blend takes hardly longer than with the smallest.
+        """Choose the largest share whose blend takes hardly longer than with the smallest.
 
         `measured`: see `Estimator.estimate_blend`.
         """
@@ -185,6 +185,6 @@ class BlendPlanner:
             computed = float(counts[Kind.COMPUTED] + again * counts[Kind.REUSED])
             estimator = self._service.estimator
             estimates.append(estimator.estimate_blend(work, computed, io, measured=measured))
-        # Before anything is known all seem to take as long.
+        # Without measurements, all shares seem to take equally long.
         chosen = most_of(estimates) if estimates[-1].known else -1
         return shares[chosen], estimates[chosen]

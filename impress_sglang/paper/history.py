@@ -1,7 +1,7 @@
-"""Moving averages of what was selected: which tokens of a segment tend to matter, and their order.
+"""Moving averages of token selection: which tokens of a segment matter, and their order.
 
-Each access tells of *every* token whether it was selected, because the probe column is read whole
-(and all keys where a layer falls back): no average favours tokens that happened to be loaded.
+Each access records for *every* token whether it was selected, because the probe column is read
+whole (and all keys where a layer falls back): no average favours tokens that happened to be loaded.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class TokenHistory:
     """Averages of one segment, [L, head groups, t], in logical order of the tokens.
 
     `average` is the share of accesses that selected the token. Tokens are ordered by `order_key`:
-    the same, or with `by_importance` (the paper's key) the token's column sum in units of the mean
-    over the access's part of the segment. `ssd_bytes` counts the bytes read for selected tokens
-    since the segment got its present order.
+    the average, or with `by_importance` (the paper's key) the token's column sum in units of the
+    mean over the access's part of the segment. `ssd_bytes` counts the bytes read for selected
+    tokens since the segment got its present order.
     """
 
     def __init__(
@@ -39,16 +39,16 @@ class TokenHistory:
         self._selected = np.zeros(shape, np.uint8)
         self._importance = np.zeros(shape, np.float16) if by_importance else None
         self.accesses = np.zeros(num_tokens, np.uint8)
-        """How often each token was part of an access, at most 255."""
+        """Number of accesses that covered each token, at most 255."""
 
     @property
     def average(self) -> Float32s:
-        """How likely each token is selected, float32 [L, head groups, t]."""
+        """Probability that each token is selected, float32 [L, head groups, t]."""
         return self._selected.astype(np.float32) / np.float32(STEPS)
 
     @property
     def order_key(self) -> Float32s:
-        """The key by which tokens are ordered, descending, float32 [L, head groups, t]."""
+        """Sort key of the tokens, descending, float32 [L, head groups, t]."""
         key = self._selected if self._importance is None else self._importance
         return key.astype(np.float32)
 
@@ -61,12 +61,12 @@ class TokenHistory:
         first: int,
         importance: Tensor | None,
     ) -> None:
-        """Update the averages by one layer of an access; layers come in ascending order from 0.
+        """Update the averages with one layer of an access; layers come in ascending order from 0.
 
-        The access is to `num_tokens` tokens of the segment from `start` on, which is number `first`
-        of the prefix. `selected` int64 [head groups, k] are tokens of the prefix, distinct in a
-        head group. `importance` are scores [H, num_tokens], grouped by head group; None: all count
-        alike.
+        The access covers `num_tokens` tokens of the segment from `start` on; the first of these is
+        token `first` of the prefix. `selected` int64 [head groups, k] are tokens of the prefix,
+        distinct in a head group. `importance` are scores [H, num_tokens], grouped by head group;
+        None: all tokens count alike.
         """
         part = slice(start, start + num_tokens)
         accesses = self.accesses[part]
@@ -84,12 +84,12 @@ class TokenHistory:
 
 
 def mapping_lists(key: Float32s, node_starts: Sequence[int]) -> MappingLists:
-    """Mapping lists of the best order known (IMPRESS, 4.4.1): by descending key in each node.
+    """Compute mapping lists of the best known order (IMPRESS, 4.4.1): descending key in each node.
 
     Tokens of different nodes of the tree are never mixed: a request that shares only the first node
-    would otherwise read past tokens that its prompt does not have.
-    `node_starts` are the first tokens of the nodes, ascending from 0. Returns unsigned [L, head
-    groups, t]: the row of each token.
+    would otherwise read past tokens that its prompt does not have. `node_starts` are the first
+    tokens of the nodes, ascending from 0. Returns unsigned [L, head groups, t]: the row of each
+    token.
     """
     num_tokens = key.shape[-1]
     mapping = np.empty(key.shape, np.int64)
@@ -101,7 +101,7 @@ def mapping_lists(key: Float32s, node_starts: Sequence[int]) -> MappingLists:
 
 
 def chunk_shares(average: Float32s, mapping: MappingLists, layout: SegmentLayout) -> Floats:
-    """Expected share of wanted rows of every chunk of a segment, in the order of its ids.
+    """Return the expected share of needed rows of each chunk of a segment, in the order of its ids.
 
     float64 [chunks of all layers]; probe columns are read whole at each access.
     """

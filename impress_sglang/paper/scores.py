@@ -1,6 +1,6 @@
-"""Importance of prefix tokens, and which tokens are important (IMPRESS, 4.3).
+"""Importance of prefix tokens, and selection of the important ones (IMPRESS, 4.3).
 
-In torch, on any device; the kernel that scores probe heads on a GPU is compared with it.
+In torch, on any device; the GPU kernel that scores probe heads is tested against it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-# The most weights at once, unless there were fewer queries than the second of these numbers: memory
-# does not grow with the product of queries and tokens.
+# Most weights in one tile, unless it had fewer queries than the second number: memory does not grow
+# with the product of queries and tokens.
 MAX_WEIGHTS, MIN_QUERIES = 1 << 24, 16
 
 
@@ -23,7 +23,7 @@ def column_sums(
     new_keys: Tensor,
     scaling: float,
 ) -> Tensor:
-    """Attention weights that the new tokens give to each prefix token, summed over those (H2O).
+    """Sum the attention weights that the new tokens give to each prefix token (H2O).
 
     The softmax runs over [resident, prefix, causal new tokens]; scores are only kept for the
     prefix. With `g = Hq // Hk`, query head `h` uses key head `h // g`.
@@ -32,7 +32,7 @@ def column_sums(
         queries: [n, Hq, D], queries of the new tokens, after rotation.
         prefix_keys: [m, Hk, D], keys of the stored tokens, of all heads or the first ones.
         pool_keys: [rows, G, D], the device pool.
-        resident_rows: int64 [c], rows of it that are earlier tokens; c may be 0.
+        resident_rows: int64 [c], its rows of earlier tokens; c may be 0.
         new_keys: [n, G, D], keys of the new tokens.
         scaling: factor of the attention logits.
 
@@ -47,7 +47,7 @@ def column_sums(
     num_before = len(resident_rows)
     size = max(MIN_QUERIES, MAX_WEIGHTS // (group * (num_before + num_prefix + len(new_keys))))
     for head in range(key_heads):
-        # [D, keys]: what a query sees, in the order of positions.
+        # [D, keys]: keys visible to a query, in order of position.
         before = pool_keys[:, head].index_select(0, resident_rows)
         keys = torch.cat([before, prefix_keys[:, head], new_keys[:, head]]).float().T
         asking = queries[:, head * group : (head + 1) * group].float() * scaling
@@ -66,7 +66,7 @@ def column_sums(
 
 
 def probe_kv_heads(num_query_heads: int, num_kv_heads: int, probe_heads: int) -> tuple[int, ...]:
-    """The KV heads whose keys are read in full.
+    """Choose the KV heads whose keys are read in full.
 
     Multi-head models: the first `probe_heads` heads, as in the paper (4.3). Grouped-query models:
     the first max(1, round(probe_heads * G / 32)) of G KV heads, which keeps the paper's share of
@@ -92,11 +92,11 @@ def similarity_threshold(k: int, num_tokens: int, alpha: float) -> float:
 
 
 def agreed_tokens(scores: Tensor, k: int, threshold: float) -> Tensor | None:
-    """The k tokens that most heads chose, if the heads' own sets are alike (IMPRESS, 4.3).
+    """Return the k tokens that most heads chose, if the heads' sets are alike (IMPRESS, 4.3).
 
     `scores` float32 [Hp, m] >= 0 are those of the probe heads. The sets are alike if the mean
-    Jaccard index of two is greater than the threshold; a single one is. Returns ascending int64 [k]
-    on the CPU, ties broken by summed score; None if heads differ.
+    Jaccard index of two exceeds the threshold; a single one is. Returns ascending int64 [k] on the
+    CPU, ties broken by summed score; None if heads differ.
     """
     members = torch.zeros_like(scores).scatter_(1, top_tokens(scores, k), 1.0)
     if len(scores) > 1:
@@ -111,7 +111,7 @@ def agreed_tokens(scores: Tensor, k: int, threshold: float) -> Tensor | None:
 
 
 def own_tokens(scores: Tensor, group_size: int, k: int) -> Tensor:
-    """The k best tokens of each KV head, by the summed scores [Hq, m] of its `group_size` heads.
+    """Return the k best tokens of each KV head, by the summed scores [Hq, m] of its query heads.
 
     Returns int64 [Hq // group_size, k] on the CPU, each row ascending.
     """

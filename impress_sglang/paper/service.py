@@ -1,4 +1,4 @@
-"""The service of a server that loads within a pass: how much of a stored prefix a request uses."""
+"""Service of a server that loads within passes: chooses the part of a stored prefix to use."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from impress_sglang.serving.service import Service
 from impress_sglang.store.policies import LoadOptions
 from impress_sglang.store.stored import StoredMatch
 
-# A first guess, per pair of a stored token and a new one.
+# Initial guess, per pair of a stored token and a new one.
 START_SECONDS_PER_SCORED = 1e-8
 # Retentions that auto chooses from, besides its floor.
 RETENTIONS = (1.0, 0.75, 0.5, 0.35)
 
 
 class PartPlan(NamedTuple):
-    """Stored tokens, those of `match` from `start` on, of which each layer may use `k`.
+    """Stored tokens of `match` from `start` on, of which each layer may use `k`.
 
-    `loads`: whether that is estimated to be at least as fast as computing them.
+    `loads`: loading them is estimated to be at least as fast as computing them.
     """
 
     match: StoredMatch
@@ -33,15 +33,14 @@ class PartPlan(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Where the stored tokens end."""
         return self.match.num_tokens
 
 
 class LoadCosts:
-    """What identifying and copying take of a pass, besides reading.
+    """Cost of identifying and copying tokens within a pass, besides reading.
 
-    What was not seen costs nothing, nor what was seen once, when it may have been disturbed: what
-    seems too slow is never tried again.
+    Unmeasured work costs nothing, and neither does work measured once, which may have been
+    disturbed: work that seems too slow would never be tried again.
     """
 
     def __init__(self) -> None:
@@ -51,17 +50,16 @@ class LoadCosts:
         )
 
     def observe(self, work: RequestLengths, seconds: float, *, whole: bool) -> None:
-        """Learn that loading a part of the stored tokens took `seconds`, or the `whole`."""
+        """Learn that loading a part of the stored tokens, or the `whole`, took `seconds`."""
         cost, pairs = self._of(work, whole=whole)
         cost.observe(work.stored, pairs, seconds)
 
     def seconds(self, work: RequestLengths, *, whole: bool) -> float:
-        """What it takes."""
         cost, pairs = self._of(work, whole=whole)
         return cost.seconds(work.stored, pairs)
 
     def _of(self, work: RequestLengths, *, whole: bool) -> tuple[Cost, float]:
-        # The tokens of a part are scored by each new one.
+        # Each new token scores all tokens of a part.
         return (self._wholes, work.stored) if whole else (self._parts, work.stored * work.new)
 
 
@@ -71,13 +69,11 @@ class PartService(Service):
     store_class = PartStore
 
     def __init__(self, *args: Any) -> None:
-        """See `Service`."""
         super().__init__(*args)
         self.loading = LoadCosts()
 
     @property
     def parts(self) -> PartStore:
-        """The store that is open."""
         store = self.store
         assert isinstance(store, PartStore)
         return store
@@ -85,8 +81,8 @@ class PartService(Service):
     def plan(
         self, match: StoredMatch, resident_len: int, num_tokens: int, options: LoadOptions
     ) -> PartPlan | None:
-        """Plan how a prompt of `num_tokens` tokens, of which `resident_len` are in SGLang's tree,
-        would use its stored prefix; None if it would not.
+        """Plan how a prompt of `num_tokens` tokens, `resident_len` of them in SGLang's tree, uses
+        its stored prefix; None if it does not.
 
         With auto, it uses the largest share whose reads hide behind computing.
         """
@@ -117,13 +113,11 @@ class PartService(Service):
         return PartPlan(match, resident_len, used, estimate, loads)
 
     def reorder(self) -> dict[str, int]:
-        """See `Service.reorder`."""
         self.parts.enqueue_rewrites()
         self.store.poll()
         return self.parts.rewrites
 
     def summary(self) -> dict[str, Any]:
-        """See `Service.summary`."""
         store = self.opened
         reorders = store.rewrites if isinstance(store, PartStore) else None
         return {**super().summary(), "reorder": reorders}

@@ -24,7 +24,7 @@ class WantedRows(Wanted):
     """Rows of some columns of a layer."""
 
     def __init__(self, layout: SegmentLayout, rows: Mapping[Column, Indices]) -> None:
-        """`rows`: of each column, int64 [n], in any order."""
+        """`rows`: rows of each column, int64 [n], in any order."""
         self._layout = layout
         self._offsets: dict[Column, Indices] = {}
         blocks: Flags = np.zeros(layout.columns.num_bytes // BLOCK_BYTES, np.bool_)
@@ -42,9 +42,10 @@ class WantedRows(Wanted):
         self.taken = blocks[self.all_blocks]
 
     def rows_in(self, blocks: Tensor, column: Column) -> Tensor:
-        """The rows of a column [n, heads, D], from `self.blocks`: uint8 [blocks, BLOCK_BYTES]."""
+        """Return the rows of a column [n, heads, D], from `self.blocks`: uint8 [blocks,
+        BLOCK_BYTES]."""
         shape, offsets = self._layout.shape, self._offsets[column]
-        # Rows begin at multiples of a unit, also where one does not divide a block.
+        # Rows begin at multiples of a unit, even if a row does not divide a block.
         size = self._layout.columns[column].group_bytes
         unit = math.gcd(size, BLOCK_BYTES)
         count, rank = size // unit, np.cumsum(self.blocks) - 1
@@ -61,7 +62,7 @@ class WantedRows(Wanted):
 
 
 class PartSource(StoredSource):
-    """Reads the tokens of a stored prefix that layers ask for; also of reordered segments."""
+    """Reads selected tokens of a stored prefix, layer by layer; also of reordered segments."""
 
     def __init__(
         self,
@@ -72,12 +73,12 @@ class PartSource(StoredSource):
         *,
         whole: bool,
     ) -> None:
-        """`histories`: of the segments of the spans; `whole`: all tokens will be wanted."""
+        """`histories`: those of the spans' segments; `whole`: all tokens will be read."""
         super().__init__(spans, pool, cache, codes=False)
         shape = self.shape
         keys, values = tuple(shape.key_columns), tuple(shape.value_columns)
         probe: tuple[Column, ...] = (PROBE,) if shape.probe_kv_heads else ()
-        # What is certain to be read: besides these, which tokens are wanted is not known.
+        # Columns that are certain to be read whole; other reads depend on the selection.
         certain = [probe] if probe else [keys]
         if whole:
             certain = [probe, (*keys, *values)] if probe else [(*keys, *values)]
@@ -87,7 +88,7 @@ class PartSource(StoredSource):
         ]
         self._histories = tuple(histories)
         self._firsts = list(itertools.accumulate(self.lengths, initial=0))
-        """The number of the first token of each span."""
+        """Index of the first token of each span."""
 
     def _certain(self, layer: int) -> Sequence[Sequence[Wanted]]:
         return self._ahead
@@ -95,7 +96,7 @@ class PartSource(StoredSource):
     def read_probe(self, layer: int) -> Tensor:
         """Read the keys of the probe heads, [num_tokens, probe heads, Dk], of all tokens.
 
-        They are on the source's device, and valid until a source reads another layer. It raises
+        They are on the source's device, and valid until a source reads another layer. Raises
         `PrefixUnreadable` if a chunk is missing, short or corrupt, or cannot be read now.
         """
         wanted = self._ahead[0]
@@ -112,11 +113,10 @@ class PartSource(StoredSource):
         """Read rows of tokens int64 [head groups, k], ascending in each head group; None for all.
 
         Returns keys [k, heads, Dk] of the heads that the probe column does not have, and values [k,
-        G, Dv]; None if there are no such heads, or they are not asked for. It raises as
-        `read_probe`.
+        G, Dv]; None if there are no such heads, or they are not requested. Raises as `read_probe`.
         """
         shape = self.shape
-        # Keys that are read alone choose the tokens.
+        # Keys that are read without values serve to choose the tokens.
         self._chosen, self._probing = values, False
         if tokens is None:
             tokens = np.tile(np.arange(self.num_tokens), (len(shape.head_groups), 1))
@@ -161,12 +161,13 @@ class PartSource(StoredSource):
         blocks: Sequence[Tensor],
         k: int,
     ) -> Tensor:
-        """The rows of k tokens in columns of keys or of values, [k, heads, D], from all spans."""
+        """Return rows of k tokens in columns of keys or of values, [k, heads, D], from all
+        spans."""
         shape, device = self.shape, self._cache.device
         if len(wanted) == len(columns) == 1:
             (span_rows,) = wanted.values()
             return span_rows.rows_in(blocks[0], columns[0])
-        # Those of one column are as many as those of another.
+        # All columns have the same number of heads.
         heads = len(shape.heads[columns[0]])
         size = k, heads * len(columns), shape.head_dim(columns[0])
         joined = torch.empty(*size, dtype=shape.dtype, device=device)

@@ -1,4 +1,4 @@
-"""Blends of one tree cache: which requests have one, and their jobs between the model's passes."""
+"""Blends of one tree cache: which requests blend, and how their jobs run between passes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class BlendLoads(PrefixLoads):
-    """Load jobs of a server that blends, some of which blend; the scheduler's thread owns it."""
+    """Load jobs of a server that blends, some of which are blend jobs. Thread: scheduler."""
 
     def __init__(self, requests: KnownRequests, scheduler: Any) -> None:
         """See `PrefixLoads`.
@@ -39,7 +39,7 @@ class BlendLoads(PrefixLoads):
             rotation_of(model, "--impress-blend"),
             self._cache.page_size,
             BLOCK_TOKENS,
-            # On the loader's thread, whose read buffers these are.
+            # On the loader thread, which owns the read buffers.
             lambda spans: self._loader.measure(service.store, spans, exact=False),
         )
         pool = self._cache.token_to_kv_pool_allocator.get_kvcache()
@@ -67,7 +67,7 @@ class BlendLoads(PrefixLoads):
         return blend if isinstance(blend, BlendJob) else plain_job
 
     def poll(self, saves: WriteBack) -> None:
-        """See `PrefixLoads.poll`; between two passes, a block of a blend is computed."""
+        """See `PrefixLoads.poll`; between two passes, one block of a blend is computed."""
         super().poll(saves)
         if self.step():
             for tracked in self._tracked.values():
@@ -76,7 +76,7 @@ class BlendLoads(PrefixLoads):
                     tracked.timing_invalid = True
 
     def step(self) -> bool:
-        """Compute a block of the first job that is read, if there is one."""
+        """Compute a block of the first job that has been read, if there is one."""
         job = next((job for job in self.jobs.computing if not self._waits(job)), None)
         if job is None:
             return False
@@ -110,11 +110,11 @@ class BlendLoads(PrefixLoads):
         self.jobs.give_up(job)
 
     def _waits(self, job: LoadJob) -> bool:
-        """Whether tokens before a job may still be on their way into their slots."""
+        """Whether tokens before a job may still be loading into their slots."""
         return any(other.space == job.space for other in self._early_admission.jobs)
 
     def _step(self, job: BlendJob) -> JobState | None:
-        """Compute a block; returns how the job has ended, if it has."""
+        """Compute a block; return the final state of the job, if it has ended."""
         max_seconds = self._service.config.blend_seconds
         try:
             if job.row is None:
@@ -141,9 +141,9 @@ def _decline_blend(tracked: Known, why: Detail) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that the device or the host had no memory left."""
+    """Whether an exception reports that the device or the host ran out of memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    # How torch says that memory ran out, where that has no class of its own.
+    # Torch's messages where it has no exception class for this.
     names = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, RuntimeError) and any(name in str(error) for name in names)

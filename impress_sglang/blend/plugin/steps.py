@@ -1,7 +1,7 @@
-"""Runs the model over the computed tokens of a blended prefix, a block between two passes.
+"""Runs the model over the computed tokens of a blended prefix, one block between two passes.
 
-SGLang's model is run layer by layer over fewer and fewer tokens of a block, as in its split
-prefill, and rows are dropped between layers by SGLang's own handoff of the residual.
+SGLang's model runs layer by layer over fewer and fewer tokens of a block, as in its split prefill.
+Rows are dropped between layers through SGLang's own handoff of the residual.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from impress_sglang.errors import UnsupportedError
 from impress_sglang.loops.types import Indices
 from impress_sglang.plugin.factory import rotation_of
 
-# Most tokens of a block, and least ones however long they take.
+# Bounds of the tokens of a block; the lower one holds however long it takes.
 BLOCK_TOKENS = 2048
 MIN_TOKENS = 32
-# Elements of the mask of tokens that attend at once, whose memory they bound.
+# Most elements of an attention mask, to bound its memory.
 MASK_ELEMENTS = 1 << 24
-# Before anything was measured, a block has this share of the most.
+# Size of the first block, before any measurement, as a share of the maximum.
 FIRST_SHARE = 0.25
 
-# Models that can be run layer by layer, with fewer rows from layer to layer.
+# Models that can run layer by layer with decreasing rows.
 BLENDED = frozenset(
     {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 )
@@ -54,10 +54,10 @@ Layers = Callable[[int], tuple[Tensor, Tensor]]
 
 
 def check_blended(model: Any) -> None:
-    """Check that blending knows a model.
+    """Check that blending supports a model.
 
     Raises:
-        UnsupportedError: its rotation is not known, or running it layer by layer was not judged.
+        UnsupportedError: its rotation is unknown, or it was not checked layer by layer.
     """
     name = type(model).__name__
     if name not in BLENDED:
@@ -69,15 +69,15 @@ def check_blended(model: Any) -> None:
 
 
 class BlockComputed(Exception):
-    """The KVs of a block are there: leaves the model before the rest of the last layer."""
+    """The KVs of a block are complete: skips the rest of the last layer."""
 
 
 class BlendSteps(AttentionBackend):
-    """Computes what is to be computed of blend jobs, block by block; on the scheduler's thread.
+    """Computes blend jobs, block by block. Thread: scheduler.
 
-    While it does, SGLang's forward context names it: the model's layers attend by it, each token
-    over all up to its own, and it writes keys and values into the slots of the job. A block takes
-    the device memory of its activations.
+    Meanwhile it is the attention backend of SGLang's forward context: each token attends to all
+    tokens up to its own, and keys and values go into the slots of the job. A block takes device
+    memory for its activations.
     """
 
     def __init__(
@@ -90,21 +90,22 @@ class BlendSteps(AttentionBackend):
         max_tokens: int,
         max_seconds: Callable[[int], float | None],
     ) -> None:
-        """`layers` are the pools of SGLang's `model`, without waiting for any; `pool` is SGLang's,
-        for whatever asks the backend for it.
+        """`layers` are the pools of SGLang's `model`, without waiting for layer transfers; `pool`
+        is SGLang's, for callers that read it from the backend.
 
-        `forward_stream`: on which passes run; None without an accelerator. A block has at most
-        `max_tokens`; `max_seconds` returns how long it may take behind so many tokens, if known.
+        `forward_stream`: stream of passes; None without an accelerator. A block has at most
+        `max_tokens`; `max_seconds` returns how long it may take after a number of tokens, or None
+        if unknown.
         """
         self.token_to_kv_pool = pool
         self._model, self._layers, self._num_layers = model, layers, num_layers
         self._stream, self._max_seconds = forward_stream, max_seconds
         self._max_block = max_block = min(max_tokens, BLOCK_TOKENS)
         self.block_tokens = max(int(FIRST_SHARE * max_block), min(MIN_TOKENS, max_block))
-        """How many tokens a block has, so that it takes no longer than a chunk of prefill."""
+        """Tokens of a block, such that it takes no longer than a chunk of prefill."""
 
     def step(self, job: BlendJob) -> bool:
-        """Compute the next block of a job, all layers of it; returns whether that was the last."""
+        """Compute the next block of a job in all layers; return whether it was the last."""
         rows = self._next_rows(job)
         if len(rows):
             began = time.perf_counter()
@@ -117,7 +118,8 @@ class BlendSteps(AttentionBackend):
         return not len(rows)
 
     def note_block(self, tokens: int, seconds: float, max_seconds: float | None) -> None:
-        """Note that a block took `seconds`, and how long it may take, if that is known."""
+        """Adapt the block size to a block that took `seconds`; `max_seconds`: its limit, if
+        known."""
         if max_seconds is not None and seconds > max_seconds:
             fewer = int(min(tokens, self.block_tokens) * max_seconds / seconds)
             self.block_tokens = max(fewer, min(MIN_TOKENS, self._max_block))
@@ -125,17 +127,17 @@ class BlendSteps(AttentionBackend):
             self.block_tokens = min(2 * self.block_tokens, self._max_block)
 
     def _next_rows(self, job: BlendJob) -> Indices:
-        """Positions of the next tokens that are computed, those of a block."""
+        """Return the positions of the next block's tokens."""
         kinds = job.kinds[job.position - job.start :]
         computed = kinds != Kind.KEPT if job.share else kinds == Kind.COMPUTED
         return job.position + np.flatnonzero(computed)[: self.block_tokens]
 
     def _compute(self, job: BlendJob, rows: Indices) -> float:
-        """Compute a block; returns the seconds in which the device did other work before."""
+        """Compute a block; return the seconds that the device was busy with other work before."""
         if self._stream is None or job.row is None or not job.row.is_cuda:
             self._run(job, rows)
             return 0.0
-        # Behind the pass that is in flight, and before the next one.
+        # After the pass in flight, and before the next one.
         self._stream.wait_stream(torch.cuda.current_stream())
         before = time.perf_counter()
         with torch.cuda.stream(self._stream):
@@ -146,7 +148,7 @@ class BlendSteps(AttentionBackend):
         return waiting
 
     def _run(self, job: BlendJob, rows: Indices) -> None:
-        """Run the model over rows int64 [n], ascending, of the prompt of a job."""
+        """Run the model over rows int64 [n], ascending, of a job's prompt."""
         device, start = self._layers(0)[0].device, int(rows[0])
         self._job, self._rows, self._stop = job, rows, int(rows[-1]) + 1
         kinds = job.kinds[start - job.start : self._stop - job.start]
@@ -216,7 +218,7 @@ class BlendSteps(AttentionBackend):
 def attention_at(
     positions: Tensor, queries: Tensor, keys: Tensor, values: Tensor, scaling: float
 ) -> Tensor:
-    """Attention of the tokens at some positions [n] over all tokens up to their own.
+    """Attention of the tokens at positions [n] over all tokens up to their own.
 
     `queries` [n, Hq, D]; `keys` [t, Hk, D] and `values` [t, Hk, Dv] of the positions from 0 on.
     Returns [n, Hq, Dv].
@@ -227,7 +229,7 @@ def attention_at(
     own_keys, own_values = (kv.to(queries.dtype).transpose(0, 1)[None] for kv in (keys, values))
     outputs = []
     for part, places in zip(queries.split(tile), positions.split(tile), strict=True):
-        # Query heads of one key head are next to each other: here they are further rows of it.
+        # Query heads of a key head are adjacent: here they become further rows of it.
         rows = part.unflatten(1, (heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
         mask = (columns <= places[:, None]).repeat(part.shape[1] // heads, 1)
         output = scaled_dot_product_attention(rows[None], own_keys, own_values, mask, scale=scaling)
@@ -238,7 +240,7 @@ def attention_at(
 def block_batch(token_ids: Tensor, start: int) -> ForwardBatch:
     """Make a batch of one request that extends by `token_ids`, int64 [n], at position `start`.
 
-    It has nothing of the running batch, which belongs to other tokens.
+    It shares nothing with the running batch, whose tokens are others.
     """
     device, length = token_ids.device, len(token_ids)
     end = start + length
@@ -251,8 +253,8 @@ def block_batch(token_ids: Tensor, start: int) -> ForwardBatch:
         seq_lens=torch.tensor([end], device=device),
         seq_lens_cpu=torch.tensor([end]),
         seq_lens_sum=end,
-        # We write to the pool ourselves, but some models write keys and values before they attend:
-        # these go to slot 0, which belongs to no request.
+        # We write to the pool ourselves. Models that write keys and values before attention write
+        # them to slot 0, which belongs to no request.
         out_cache_loc=torch.zeros(length, dtype=torch.int64, device=device),
         out_cache_loc_is_physical=True,
         extend_num_tokens=length,
@@ -272,7 +274,7 @@ def _with_rows(batch: Any, kept: Tensor, start: int) -> Any:
     value, residual = handoff["hidden_states"], handoff.get("residual")
     fewer = block_batch(batch.input_ids[kept], start)
     fewer.positions = batch.positions[kept]
-    # The models that are known add, and nothing else.
+    # All supported models use plain addition.
     fewer.hidden_states, fewer.residual_stream = ResidualStream.from_handoff(
         value[kept], None if residual is None else residual[kept], PLAIN_ADD
     )
