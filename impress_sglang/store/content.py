@@ -13,11 +13,12 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from impress_sglang.loops.types import Flags, Indices
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.storage.segment import Tokens, common_prefix_len
-from impress_sglang.store.prefix_hashes import PrefixHashes
+from impress_sglang.store.prefix_hashes import Hashes, PrefixHashes
 from impress_sglang.store.stored import StoredSegment, StoredSpan
 
 WINDOW_TOKENS = 64
@@ -27,8 +28,11 @@ SAME_WINDOWS = 4
 # A value is the `id` of a segment and, in these lower bits, the number of a window.
 _WINDOW_BITS = 32
 _WINDOW_MASK = (1 << _WINDOW_BITS) - 1
-# Windows are counted by so many lower bits of their keys.
-_COUNTED = np.uint64((1 << 20) - 1)
+# A table of counts has at least so many places, and for each of its windows: so few others are
+# looked up in vain. It has no more than so many times what it needs.
+_FEWEST = 1 << 12
+_PLACES_EACH = 16
+_MOST_TIMES = 8
 # So many tokens are compared at first.
 _FIRST_COMPARED = 256
 
@@ -75,6 +79,35 @@ def meets(runs: Sequence[Run], starts: Indices, length: int) -> Flags:
     return found
 
 
+class _Counts:
+    """By the lower bits of keys, how many windows of some segments have them."""
+
+    def __init__(self, num_places: int) -> None:
+        self._counts = np.zeros(num_places, np.int32)
+        self.keys = dict[StoredSegment, Hashes]()
+        """Of the windows that are counted, by their segment."""
+        self.num_windows = 0
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def add(self, segment: StoredSegment, keys: Hashes) -> None:
+        self.keys[segment] = keys
+        self.count(keys, 1)
+
+    def of(self, keys: Hashes) -> npt.NDArray[np.int32]:
+        """How many windows there may be of each of these keys."""
+        return self._counts[self._places(keys)]
+
+    def count(self, keys: Hashes, more: int) -> None:
+        """Count windows: `more` is 1, or -1 if they go."""
+        np.add.at(self._counts, self._places(keys), more)
+        self.num_windows += more * len(keys)
+
+    def _places(self, keys: Hashes) -> Hashes:
+        return keys & np.uint64(len(self._counts) - 1)
+
+
 class ContentIndex:
     """Windows of the exact segments of a tree; not thread-safe, the tree's thread owns it."""
 
@@ -85,8 +118,9 @@ class ContentIndex:
         # Nearly all windows have a key of their own: the values of others are in `_more`.
         self._first: dict[int, int] = {}
         self._more: dict[int, dict[int, None]] = {}
-        # Of few windows that are not known the key is looked up: this is asked of all at once.
-        self._counts = np.zeros(int(_COUNTED) + 1, np.int32)
+        # Of few windows that are not known the key is looked up: these are asked of all at once.
+        # The last one counts what comes, and takes over what others have, a little each time.
+        self._tables = [_Counts(_FEWEST)]
 
     def __len__(self) -> int:
         """How many windows can be found."""
@@ -97,7 +131,10 @@ class ContentIndex:
         if segment.info.quality != EXACT or segment.info.num_tokens < WINDOW_TOKENS:
             return
         self._segments[id(segment)] = segment
-        for value, key in self._windows_of(segment, 1):
+        info = segment.info
+        keys = self._hashes.apart_windows(info.namespace, info.tokens, WINDOW_TOKENS)
+        self._count(segment, keys)
+        for value, key in _values(segment, keys):
             if self._first.setdefault(key, value) != value:
                 self._more.setdefault(key, {})[value] = None
 
@@ -105,7 +142,9 @@ class ContentIndex:
         """Forget a segment, if it is there."""
         if self._segments.pop(id(segment), None) is None:
             return
-        for value, key in self._windows_of(segment, -1):
+        table = next(own for own in self._tables if segment in own.keys)
+        table.count(keys := table.keys.pop(segment), -1)
+        for value, key in _values(segment, keys):
             more = self._more.get(key, {})
             if self._first[key] != value:
                 del more[value]
@@ -127,7 +166,7 @@ class ContentIndex:
         whatever they are. `only_ready`: leave out segments that cannot be read now.
         """
         keys = self._hashes.all_windows(namespace, tokens[start:], WINDOW_TOKENS)
-        likely = np.flatnonzero(self._counts[keys & _COUNTED])
+        likely = np.flatnonzero(sum(own.of(keys) for own in self._tables))
         runs, vain = list[Run](), 0
         first = position = start
         for at, key in zip((likely + start).tolist(), keys[likely].tolist(), strict=True):
@@ -163,13 +202,29 @@ class ContentIndex:
                 best = Run(position - before, span)
         return best
 
-    def _windows_of(self, segment: StoredSegment, more: int = 0) -> list[tuple[int, int]]:
-        """Values and keys of the windows of a segment; each is counted `more`."""
-        info = segment.info
-        keys = self._hashes.all_windows(info.namespace, info.tokens, WINDOW_TOKENS)[::WINDOW_TOKENS]
-        np.add.at(self._counts, keys & _COUNTED, more)
-        first = id(segment) << _WINDOW_BITS
-        return [(first + at, key) for at, key in enumerate(keys.tolist())]
+    def _count(self, segment: StoredSegment, keys: Hashes) -> None:
+        """Count the windows of a new segment, in a new table if the last one has a wrong size."""
+        total = len(keys) + sum(own.num_windows for own in self._tables)
+        needed = max(_PLACES_EACH * total, _FEWEST)
+        if not needed <= len(self._tables[-1]) <= _MOST_TIMES * needed:
+            self._tables.append(_Counts(1 << (2 * needed - 1).bit_length()))
+        self._tables[-1].add(segment, keys)
+        # By the time that a table is full, it is the only one.
+        left = 2 * len(keys)
+        while len(self._tables) > 1 and left > 0:
+            if (old := self._tables[0]).keys:
+                moved, own = old.keys.popitem()
+                old.count(own, -1)
+                self._tables[-1].add(moved, own)
+                left -= len(own)
+            else:
+                del self._tables[0]
+
+
+def _values(segment: StoredSegment, keys: Hashes) -> list[tuple[int, int]]:
+    """Values and keys of the windows of a segment."""
+    first = id(segment) << _WINDOW_BITS
+    return [(first + at, key) for at, key in enumerate(keys.tolist())]
 
 
 def _equal(left: Tokens, right: Tokens) -> int:

@@ -94,6 +94,11 @@ class PrefixHashes:
         inverse = _powers(pow(self._odd, -1, 2**64), len(tokens) - length + 1)
         return mixed((sums[length:] - sums[:-length]) * inverse ^ self._start(namespace))
 
+    def apart_windows(self, namespace: str, tokens: Tokens, length: int) -> Hashes:
+        """The hashes of consecutive windows without overlap, uint64 [n // length]."""
+        own = tokens[: len(tokens) // length * length].reshape(-1, length).astype(np.uint64)
+        return mixed(own @ _powers(self._odd, length) ^ self._start(namespace))
+
     def _start(self, namespace: str) -> Hashes:
         name = hashlib.blake2b(namespace.encode(), key=self._key, digest_size=_SEED_BYTES)
         return np.frombuffer(name.digest(), np.uint64)

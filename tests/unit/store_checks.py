@@ -9,7 +9,7 @@ import numpy as np
 
 from impress_sglang.loops.types import Flags
 from impress_sglang.storage.segment import STATE_TOKEN
-from impress_sglang.store.content import ContentIndex
+from impress_sglang.store.content import WINDOW_TOKENS, ContentIndex, _values
 from impress_sglang.store.eviction_order import EvictionOrder
 from impress_sglang.store.lookahead import LookAhead
 from impress_sglang.store.store import PrefixStore
@@ -111,12 +111,19 @@ def check_order(order: EvictionOrder, segments: list[StoredSegment]) -> None:
 def check_content(index: ContentIndex) -> None:
     """Its windows are those of its segments."""
     there = set[tuple[int, int]]()
-    for segment in index._segments.values():
-        there.update(index._windows_of(segment))
+    counted = [own for table in index._tables for own in table.keys.items()]
+    assert {segment for segment, _ in counted} == set(index._segments.values())
+    assert len(counted) == len(index._segments)
+    for segment, keys in counted:
+        own = segment.info.namespace, segment.info.tokens, WINDOW_TOKENS
+        assert np.array_equal(keys, index._hashes.all_windows(*own)[::WINDOW_TOKENS])
+        there.update(_values(segment, keys))
     more = [(value, key) for key, own in index._more.items() for value in own]
     found = [*((value, key) for key, value in index._first.items()), *more]
     assert len(set(found)) == len(found) and set(found) == there
-    assert index._counts.sum() == len(found)
+    for table in index._tables:
+        assert table.num_windows == sum(map(len, table.keys.values())) == table._counts.sum()
+        assert all((table.of(keys) > 0).all() for keys in table.keys.values())
     assert all(index._more.values()) and index._more.keys() <= index._first.keys()
 
 

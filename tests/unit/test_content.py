@@ -19,9 +19,11 @@ from impress_sglang.store import content
 from impress_sglang.store.content import SAME_WINDOWS, WINDOW_TOKENS, ContentIndex, Run
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, Hashes, PrefixHashes
 from impress_sglang.store.stored import SegmentState, StoredSegment
-from tests.unit.kv_factory import as_tokens, stored_segment
+from tests.unit.kv_factory import as_tokens, make_shape, stored_segment
 from tests.unit.store_checks import check_content
 from tests.unit.waiting import calls_of
+
+SHAPE = make_shape()
 
 
 def index_of(*segments: StoredSegment) -> ContentIndex:
@@ -92,7 +94,11 @@ def test_equal_hashes_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def same(own: PrefixHashes, namespace: str, tokens: Tokens, length: int) -> Hashes:
         return np.zeros(max(len(tokens) - length + 1, 0), np.uint64)
 
+    def same_apart(own: PrefixHashes, namespace: str, tokens: Tokens, length: int) -> Hashes:
+        return np.zeros(len(tokens) // length, np.uint64)
+
     monkeypatch.setattr(PrefixHashes, "all_windows", same)
+    monkeypatch.setattr(PrefixHashes, "apart_windows", same_apart)
     index = index_of(stored_segment("s", text(1, 200)))
     assert find(index, as_tokens(text(2, 300))) == ()
     run = [*text(3, 10), *text(1, 200)[64:192], 5000]
@@ -115,6 +121,62 @@ def test_what_is_everywhere_is_found_until_the_last_of_it_is_gone(order: int) ->
         index.discard(segment)
         check_content(index)
     assert len(index) == 0 and not find(index, as_tokens(boilerplate))
+
+
+def test_tables_fit_what_is_there_and_change_in_small_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While it grows to many windows, and when few of them are left."""
+    counted = calls_of(monkeypatch, content._Counts, "count")
+    index, windows, largest = ContentIndex(), 20, 0
+    segments = [stored_segment(f"s{n}", text(n, 64 * windows)) for n in range(2000)]
+
+    def check() -> None:
+        """What is counted at once, and the bytes of all tables."""
+        assert len(index._tables) <= 2
+        assert sum(len(keys) for (_, keys, _), _ in counted) <= 5 * windows
+        counted.clear()
+        places = sum(len(own) for own in index._tables)
+        assert places <= max(100 * len(index), 3 << 12)
+
+    for number, segment in enumerate(segments):
+        index.add(segment)
+        check()
+        if number % 100 == 0:
+            check_content(index)
+        assert len(index._tables[-1]) >= 16 * len(index)
+        largest = max(largest, len(index._tables[-1]))
+    for segment in segments[10:]:
+        index.discard(segment)
+        counted.clear()
+    for segment in segments[10:20]:
+        index.add(segment)
+        assert len(index._tables) <= 2
+    check_content(index)
+    assert sum(len(own) for own in index._tables) <= 3 << 13 < largest
+    for segment in segments[:20]:
+        assert places(find(index, segment.info.tokens))[0][2] == segment.segment_id
+
+
+class Asked(dict[int, int]):
+    """Counts the keys that were looked up."""
+
+    count = 0
+
+    def __contains__(self, key: object) -> bool:
+        self.count += 1
+        return super().__contains__(key)
+
+
+@pytest.mark.parametrize("windows", [10_000, 300_000])
+def test_few_windows_of_an_unknown_prompt_are_looked_up(windows: int) -> None:
+    index, chance = ContentIndex(), np.random.default_rng(0)
+    while len(index._first) < windows:
+        tokens = chance.integers(0, 32_000, 64 * 1000, np.int32)
+        index.add(stored_segment("s", tokens, shape=SHAPE))
+    index._first = asked = Asked(index._first)
+    assert find(index, chance.integers(0, 32_000, 20_000, np.int32)) == ()
+    assert asked.count < 20_000 // 10
 
 
 @pytest.mark.parametrize("state", [SegmentState.READY, SegmentState.PENDING])
