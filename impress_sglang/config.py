@@ -96,19 +96,19 @@ def one_of(names: tuple[str, ...]) -> Rule:
     return Rule(f"one of {', '.join(names)}", lambda value: value in names, names)
 
 
-def at_least(least: float) -> Rule:
+def at_least(minimum: float) -> Rule:
     """A finite number that is not less."""
-    return Rule(f"{least:g} or more and finite", lambda value: least <= value < math.inf)
+    return Rule(f"{minimum:g} or more and finite", lambda value: minimum <= value < math.inf)
 
 
-def above(least: float) -> Rule:
+def above(bound: float) -> Rule:
     """A finite number that is more."""
-    return Rule(f"more than {least:g} and finite", lambda value: least < value < math.inf)
+    return Rule(f"more than {bound:g} and finite", lambda value: bound < value < math.inf)
 
 
-def between(least: float, most: float) -> Rule:
+def between(minimum: float, maximum: float) -> Rule:
     """A number from the one to the other."""
-    return Rule(f"{least:g} to {most:g}", lambda value: least <= value <= most)
+    return Rule(f"{minimum:g} to {maximum:g}", lambda value: minimum <= value <= maximum)
 
 
 CONFIG_VARIABLE = "IMPRESS_CONFIG"
@@ -243,12 +243,12 @@ class ImpressConfig:
                 raise ConfigError(f"{option.flag} has a value of the wrong type: {value!r}")
             if not option.rule.holds(value):
                 raise ConfigError(f"{option.flag} must be {option.rule.expected}, got {value!r}")
-        most = 1.0 if self.retention == AUTO else self.usual_retention
+        max_retention = 1.0 if self.retention == AUTO else self.usual_retention
         uncoded, blends = self.policy not in CODED_POLICIES, self.blend != OFF
         needs_codes = f"needs --impress-policy impress, got {self.policy!r}"
         conflicts = {
-            f"--impress-min-retention must be at most {most:g}, the retention, "
-            f"got {self.min_retention!r}": self.min_retention > most,
+            f"--impress-min-retention must be at most {max_retention:g}, the retention, "
+            f"got {self.min_retention!r}": self.min_retention > max_retention,
             f"--impress-retention {self.retention} needs --impress-policy paper or another of "
             f"{', '.join(PART_POLICIES[1:])}: {self.policy} uses prefixes whole": (
                 self.retention != 1 and not self.needs_parts

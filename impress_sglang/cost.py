@@ -133,10 +133,11 @@ class Cost:
         """
         return self._seconds(self._now, x, y)
 
-    def _seconds(self, found: _Solution, x: float, y: float) -> float:
+    def _seconds(self, solution: _Solution, x: float, y: float) -> float:
         x, y = x * self._first_x, y * self._first_y
-        floor = float(np.interp(x + y, found.sizes, found.times)) if self._floored else 0.0
-        return floor if found.rates is None else max(floor, x * found.rates[0] + y * found.rates[1])
+        floor = float(np.interp(x + y, solution.sizes, solution.times)) if self._floored else 0.0
+        rates = solution.rates
+        return floor if rates is None else max(floor, x * rates[0] + y * rates[1])
 
     def bound(self, x: float, y: float) -> tuple[float | None, bool]:
         """Seconds that something of the size (x, y) takes, and whether that is known.
@@ -144,10 +145,10 @@ class Cost:
         Else, if neither the rates are known nor something as large was seen, they are what it takes
         at most, None if nothing was seen.
         """
-        found, size = self._now, x * self._first_x + y * self._first_y
-        if found.rates is not None or math.frexp(size)[1] <= found.largest:
+        solution, size = self._now, x * self._first_x + y * self._first_y
+        if solution.rates is not None or math.frexp(size)[1] <= solution.largest:
             return self.seconds(x, y), True
-        return found.lowest * size if found.lowest else None, False
+        return solution.lowest * size if solution.lowest else None, False
 
     def rates(self) -> tuple[float, float]:
         """a and b, in seconds per unit, where there is no floor."""
@@ -161,10 +162,10 @@ class Cost:
         Rates alone would follow only after what was before is forgotten; so it is scaled, if none
         of the latest times speaks against it.
         """
-        errors, least = [error for error, *_ in self._recent], math.log(CHANGED_FACTOR)
+        errors, min_drift = [error for error, *_ in self._recent], math.log(CHANGED_FACTOR)
         middle, count = statistics.median(errors), 1
         agreed = min(math.copysign(1.0, middle) * error for error in errors)
-        if abs(middle) >= least and agreed >= least / 2:
+        if abs(middle) >= min_drift and agreed >= min_drift / 2:
             count = len(errors)
             for place, sums in self._octaves.items():
                 weight = min(CHANGED_WEIGHT / sums[0], 1.0)
@@ -295,8 +296,8 @@ class Estimate:
 
     def loads_faster(self) -> bool:
         """Whether loading is at least as fast as computing; True while nothing is known yet."""
-        most = 1.0 if self.known else MOST_TO_LEARN
-        return self.recompute is None or most * self.seconds() <= self.recompute
+        factor = 1.0 if self.known else MOST_TO_LEARN
+        return self.recompute is None or factor * self.seconds() <= self.recompute
 
     def seconds(self, unread: float = 1.0) -> float:
         """Seconds with the stored prefix, if the share `unread` of its reads is left to do."""
@@ -310,8 +311,8 @@ class Estimate:
 
 def most_of(estimates: Sequence[Estimate]) -> int:
     """Which is the first that takes hardly longer than the fastest; the best comes first."""
-    most = HARDLY_LONGER * min(estimate.seconds() for estimate in estimates)
-    return next(number for number, estimate in enumerate(estimates) if estimate.seconds() <= most)
+    limit = HARDLY_LONGER * min(estimate.seconds() for estimate in estimates)
+    return next(number for number, estimate in enumerate(estimates) if estimate.seconds() <= limit)
 
 
 class Estimator:

@@ -48,8 +48,8 @@ def compute_alone() -> None:
 def _openmp() -> ctypes.CDLL | None:
     """The OpenMP library that torch has loaded; None if there is none."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-    found = re.search(r"\S*/lib(gomp|iomp5|omp)[^/\s]*\.so\S*", maps)
-    return None if found is None else ctypes.CDLL(found[0])
+    library = re.search(r"\S*/lib(gomp|iomp5|omp)[^/\s]*\.so\S*", maps)
+    return None if library is None else ctypes.CDLL(library[0])
 
 
 class BackgroundThread:

@@ -54,20 +54,20 @@ class JobQueue(Generic[_Waiter]):
         loader: Any,
         note_end: Callable[[LoadJob], None],
         replan: Callable[[_Waiter, LoadJob], None],
-        least: int,
+        min_tokens: int,
         clock: Callable[[], float],
     ) -> None:
         """`pool`: a `plugin.slot_pool.TreeSlots`; `loader`: a `JobLoader`.
 
         `note_end` is told of each job that has ended, first of all; `replan` of each request whose
-        job has ended, or need not begin, which it may give another one. Fewer than `least` tokens
+        job has ended, or need not begin, which it may give another one. Fewer than `min_tokens`
         are not worth a job.
         """
         self._pool = pool
         self._loader = loader
         self._note_end = note_end
         self._replan = replan
-        self._least = least
+        self._min_tokens = min_tokens
         self._clock = clock
         self.jobs: list[LoadJob] = []
         """Those that have not ended, the earliest first."""
@@ -119,7 +119,7 @@ class JobQueue(Generic[_Waiter]):
     def join(self, waiter: _Waiter, job: LoadJob) -> None:
         """Let a request wait for a new job, or for another one that brings the beginning of it."""
         assert waiter.job is None
-        joined, waiter.common = overlapping(self.jobs, job, self._least)
+        joined, waiter.common = overlapping(self.jobs, job, self._min_tokens)
         waiter.leads = joined is job
         if waiter.leads:
             self.jobs.append(job)
@@ -225,7 +225,7 @@ class JobQueue(Generic[_Waiter]):
 
         `first`: nothing is set aside for requests before it.
         """
-        if self._pool.lacking(job) < self._least:
+        if self._pool.lacking(job) < self._min_tokens:
             waiters = list(job.waiters)
             self.give_up(job)
             for waiter in waiters:
@@ -316,8 +316,8 @@ class JobQueue(Generic[_Waiter]):
             self._pool.release(hold)
 
 
-def overlapping(jobs: Sequence[LoadJob], job: LoadJob, least: int) -> tuple[LoadJob, int]:
-    """A job that brings at least the `least` first tokens of a new one, and up to which of its
+def overlapping(jobs: Sequence[LoadJob], job: LoadJob, min_tokens: int) -> tuple[LoadJob, int]:
+    """A job that brings at least the `min_tokens` first tokens of a new one, and up to which of its
     tokens; else the new one itself."""
     for other in jobs:
         # One that waits will begin behind what is resident then.
@@ -325,10 +325,10 @@ def overlapping(jobs: Sequence[LoadJob], job: LoadJob, least: int) -> tuple[Load
         if other.space != job.space or other.revoked or late:
             continue
         common = min(other.stop, job.stop)
-        if common - job.start < least:
+        if common - job.start < min_tokens:
             continue
         differ = (other.tokens[:common] != job.tokens[:common]).nonzero()[0]
         common = int(differ[0]) if len(differ) else common
-        if common - job.start >= least:
+        if common - job.start >= min_tokens:
             return other, common
     return job, job.stop

@@ -64,5 +64,5 @@ def unmarked(key: str | None) -> str | None:
     """The `extra_key` of a request, from that of its class in SGLang's tree."""
     if key is None or not key.startswith(_MARK):
         return key
-    _, found, extra_key = key.partition("|")
-    return extra_key if found else None
+    _, separator, extra_key = key.partition("|")
+    return extra_key if separator else None

@@ -374,9 +374,9 @@ class JobLoader:
             raise JobRevoked
         states, began = self._layers.states, time.perf_counter()
         into = self._layers if states is None or slots is not job.rows else states
-        found = source.read(layer)
+        pieces = source.read(layer)
         with job.writing(), into.into(layer, slots) as rows:
-            fill(layer, source, found, rows, self._codec)
+            fill(layer, source, pieces, rows, self._codec)
             if after is not None:
                 after(rows.keys)
         job.fill_seconds += time.perf_counter() - began

@@ -67,15 +67,15 @@ class LoadPlanner:
         """Round a number of tokens down to whole pages."""
         return num_tokens // self._page_size * self._page_size
 
-    def match(self, namespace: str, tokens: Tokens, least: Quality | None) -> StoredMatch:
-        """The longest stored prefix of `tokens` that was computed so well, in whole pages.
+    def match(self, namespace: str, tokens: Tokens, min_quality: Quality | None) -> StoredMatch:
+        """Return the longest stored prefix of `tokens` of at least this quality, in whole pages.
 
-        Its tokens are those that are stored for slots, from the first. `least`: None for nothing
-        that is stored.
+        Its tokens are those that are stored for slots, from the first. `min_quality`: None if no
+        stored KVs are accepted.
         """
-        if least is None or not self.looks_for(len(tokens)):
+        if min_quality is None or not self.looks_for(len(tokens)):
             return StoredMatch()
-        match = self._service.store.match(namespace, tokens, least=least)
+        match = self._service.store.match(namespace, tokens, least=min_quality)
         return StoredMatch(match.slice(self.beyond, self.beyond + self.usable(match)))
 
     def usable(self, match: StoredMatch) -> int:
@@ -123,25 +123,25 @@ class LoadPlanner:
         return dataclasses.replace(job, tokens=kept, match=match, behind=self.behind(match))
 
     def choose(
-        self, namespace: str, tokens: Tokens, resident: dict[KVClass, int], least: KVClass
+        self, namespace: str, tokens: Tokens, resident: dict[KVClass, int], compressed: KVClass
     ) -> KVClass:
-        """Choose between the class `least` and exact KVs, which are taken if they cost little.
+        """Choose between the class `compressed` and exact KVs, which are taken if they cost little.
 
         It is the class with the longest resident prefix, if any has one; else that with the most
         bits which takes hardly longer than the faster one.
         """
-        classes = (KVClass(), least)
+        classes = (KVClass(), compressed)
         longest = max(classes, key=lambda kv_class: resident.get(kv_class, 0))
         if resident.get(longest, 0) >= self._config.min_prefix_tokens:
             return longest
-        found: dict[KVClass, Estimate] = {}
+        estimates: dict[KVClass, Estimate] = {}
         for kv_class in classes:
             match = self.match(namespace, tokens, self._service.least_of(kv_class))
             if match.num_tokens < self._config.min_prefix_tokens:
                 continue
             if self._service.store.segments.can_read(match.spans, in_codes=not kv_class.exact):
-                found[kv_class] = self._estimate(match.spans, 0, len(tokens) + 1, kv_class)
-        return list(found)[most_of(list(found.values()))] if found else least
+                estimates[kv_class] = self._estimate(match.spans, 0, len(tokens) + 1, kv_class)
+        return list(estimates)[most_of(list(estimates.values()))] if estimates else compressed
 
     def _estimate(
         self,
@@ -184,14 +184,14 @@ class LoadPlanner:
         enough, None: not counted. `opened`: False if what was planned could not be read. `blend`:
         why it does not blend, if it would accept that.
         """
-        least, prefix = self._config.min_prefix_tokens, int(report["prefix_tokens"])
+        min_tokens, prefix = self._config.min_prefix_tokens, int(report["prefix_tokens"])
         if admitted:
             # So few tokens are only how other prompts happen to begin.
-            hit = hit_of(report, min(least, len(tokens) / 2))
+            hit = hit_of(report, min(min_tokens, len(tokens) / 2))
         else:
             hit = (Reason.STORED, f"{prefix:,} tokens") if prefix else None
         rest = len(tokens) - prefix
-        if hit is not None and rest < max(least, 1):
+        if hit is not None and rest < max(min_tokens, 1):
             return say(*hit)
         reason, detail = Reason.NOT_OPENED, ""
         if opened:
@@ -211,7 +211,7 @@ class LoadPlanner:
         blend: Detail | None,
     ) -> Detail:
         """Why no more was used than the prefix in the report."""
-        service, least, prefix = (
+        service, min_tokens, prefix = (
             self._service,
             self._config.min_prefix_tokens,
             report["prefix_tokens"],
@@ -225,8 +225,8 @@ class LoadPlanner:
         store = service.store
         if not store.health.readable:
             return Reason.DEGRADED, ""
-        if len(tokens) < least:
-            return Reason.TOO_SHORT, f"{len(tokens)} of {least} tokens"
+        if len(tokens) < min_tokens:
+            return Reason.TOO_SHORT, f"{len(tokens)} of {min_tokens} tokens"
         if report["decision"] == "recompute":
             load, compute = report["estimated_load_ms"], report["estimated_recompute_ms"]
             if load is None:
@@ -241,24 +241,24 @@ class LoadPlanner:
         if quality is not None:
             match = store.tree.match(name, tokens, least=quality)
         have = match.num_tokens
-        if have - prefix >= least:
+        if have - prefix >= min_tokens:
             usable = self.usable(match) if self._windows is not None or self.states else have
-            return Reason.NO_STATE if usable - prefix < least else Reason.NO_BUFFERS, ""
+            return Reason.NO_STATE if usable - prefix < min_tokens else Reason.NO_BUFFERS, ""
         have = max(have, report["resident_tokens"], prefix)
         # What was stored beyond these, and cannot be used.
         known = store.tree.match(name, tokens, least=ANYTHING, only_ready=False)
-        if known.num_tokens - have >= least:
+        if known.num_tokens - have >= min_tokens:
             ends = itertools.accumulate(map(len, known.spans))
             beyond = next(span for span, end in zip(known.spans, ends, strict=True) if end > have)
             if (reason := _UNREADY.get(beyond.segment.state)) is not None:
                 return reason, ""
         loss = store.losses.find(name, tokens, have)
-        if loss is not None and loss.num_tokens >= least:
+        if loss is not None and loss.num_tokens >= min_tokens:
             # Each cause has the name of its reason.
             reason = Reason[loss.cause.name]
             return reason, f"{loss.num_tokens:,} tokens, {loss.seconds:.0f} s ago"
         if blend is not None:
             return blend
-        if seen is not None and seen - have < least:
+        if seen is not None and seen - have < min_tokens:
             return Reason.SEEN_TOO_SELDOM, f"{self._config.write_after} times"
         return Reason.NEVER_STORED, ""

@@ -44,17 +44,17 @@ class Series:
             state = _find(summary, "store.health.state")
             state = "suspended" if state is None or summary["suspended"] else state
             return {(name,): float(name == state) for name in STATES}
-        found: dict[tuple[str, ...], Any]
+        values: dict[tuple[str, ...], Any]
         if self.named:
-            found = {
+            values = {
                 tuple((label or name).split(",")): _find(summary, self.path.replace("*", name))
                 for label, _, name in (column.rpartition("=") for column in self.named)
             }
         else:
             whole = _find(summary, self.path)
-            found = {(key,): value for key, value in whole.items()} if self.labels else {(): whole}
+            values = {(key,): value for key, value in whole.items()} if self.labels else {(): whole}
         scale = 1e-3 if self.path.endswith("_ms") else 1.0
-        return {labels: value * scale for labels, value in found.items() if value is not None}
+        return {labels: value * scale for labels, value in values.items() if value is not None}
 
 
 def _find(summary: Any, path: str) -> Any:
@@ -65,8 +65,8 @@ def _find(summary: Any, path: str) -> Any:
 
 def _series(*rows: tuple[str, str, str, str, str]) -> tuple[Series, ...]:
     return tuple(
-        Series(name, tuple(labels.split(",") if labels else ()), path, tuple(named.split()), told)
-        for name, labels, path, named, told in rows
+        Series(name, tuple(labels.split(",") if labels else ()), path, tuple(named.split()), text)
+        for name, labels, path, named, text in rows
     )
 
 
@@ -172,7 +172,7 @@ class ServingMetrics:
         self._due = 0.0
         self.has_news = False
         """Whether requests have ended since the last update."""
-        self._told: dict[str, Values] = {}
+        self._published: dict[str, Values] = {}
 
         def metric(kind: Any, series: Series, **more: Any) -> tuple[Series, Any]:
             # An operator may have given all metrics a label of this name: our value replaces it.
@@ -182,8 +182,8 @@ class ServingMetrics:
         self._counters = [metric(Counter, series) for series in COUNTERS]
         self._gauges = [metric(Gauge, series, multiprocess_mode="mostrecent") for series in GAUGES]
         self._histograms = {
-            field: Histogram(PREFIX + name, told, list(labels), buckets=buckets, **registry)
-            for field, name, told, buckets in HISTOGRAMS
+            field: Histogram(PREFIX + name, help_text, list(labels), buckets=buckets, **registry)
+            for field, name, help_text, buckets in HISTOGRAMS
         }
 
     def observe(self, report: Mapping[str, Any]) -> None:
@@ -203,11 +203,11 @@ class ServingMetrics:
         self._due, self.has_news = time_now + PERIOD_SECONDS, False
         summary = summarize()
         for series, counter in self._counters:
-            found, told = series.read(summary), self._told.get(series.name, {})
-            self._told[series.name] = found
-            for values, total in found.items():
+            totals, previous = series.read(summary), self._published.get(series.name, {})
+            self._published[series.name] = totals
+            for values, total in totals.items():
                 # A newly opened store counts from zero.
-                more = total - told.get(values, 0.0)
+                more = total - previous.get(values, 0.0)
                 counter.labels(**self._with(series, values)).inc(more if more >= 0 else total)
         for series, gauge in self._gauges:
             for values, number in series.read(summary).items():

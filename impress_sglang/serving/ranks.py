@@ -173,9 +173,9 @@ class Agreement:
             self._age += 1
             return Agreed()
         (plans, jobs, saves, hear), self._ballot = self._ballot, None
-        now, num_saves, *told = hear()
+        now, num_saves, *votes = hear()
         self._now = now / _MICROSECONDS
-        threes = zip(told[0::3], told[1::3], told[2::3], strict=True)
+        threes = zip(votes[0::3], votes[1::3], votes[2::3], strict=True)
         agreed: dict[Any, Wish] = {}
         for plan in plans:
             stop, loads, wait = next(threes)

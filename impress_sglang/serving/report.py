@@ -48,21 +48,21 @@ _SHOWN = (
 )
 
 
-def split_tokens(num_tokens: int, **found: int) -> dict[str, int]:
-    """Split the tokens of a prompt by their sources; those not `found` elsewhere are computed.
+def split_tokens(num_tokens: int, **sources: int) -> dict[str, int]:
+    """Split the tokens of a prompt by their sources; the rest, beyond `sources`, is computed.
 
     The prefix of a request that was put back may reach into its answer, which is not counted.
     """
     split, left = {}, num_tokens
     for source in SOURCES[:-1]:
-        split[source] = min(found.get(source, 0), left)
+        split[source] = min(sources.get(source, 0), left)
         left -= split[source]
     return split | {SOURCES[-1]: left}
 
 
-def split_again(report: Mapping[str, Any], **found: int) -> dict[str, int]:
+def split_again(report: Mapping[str, Any], **sources: int) -> dict[str, int]:
     """Split the same tokens of a report's prompt by other sources."""
-    return split_tokens(sum(report["tokens"].values()), **found)
+    return split_tokens(sum(report["tokens"].values()), **sources)
 
 
 def new_report(policy: str, resident_len: int, num_tokens: int = 0) -> dict[str, object]:
@@ -103,8 +103,8 @@ def new_report(policy: str, resident_len: int, num_tokens: int = 0) -> dict[str,
 
 def unused_report(policy: str, truncated_tokens: int) -> dict[str, object]:
     """The report of a request that ended before it was admitted: it has no path, and no tokens."""
-    report, told = new_report(policy, 0), why.say(why.Reason.NOT_ADMITTED)
-    return report | {"path": None, "truncated_tokens": truncated_tokens, "why": told}
+    report, reason = new_report(policy, 0), why.say(why.Reason.NOT_ADMITTED)
+    return report | {"path": None, "truncated_tokens": truncated_tokens, "why": reason}
 
 
 def estimate_fields(estimate: Estimate, *, loads: bool) -> dict[str, object]:

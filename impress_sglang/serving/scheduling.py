@@ -89,13 +89,13 @@ class QueueOrder:
         others. They are read while the others are computed. If they went first, the engine would be
         idle for as long as it waits: near capacity that loses more than the order gains.
         """
-        found, passed = self._look(rid), self._passed[rid]
-        if found is None:
+        cost, passed = self._look(rid), self._passed[rid]
+        if cost is None:
             # It overtakes none, and none may overtake it.
             return _Place(rid, (math.inf,), -1.0, passed)
-        seconds = found.estimate.seconds(found.unread)
-        waits = found.estimate.unhidden(found.unread) > 0.0
-        rank: tuple[float, ...] = (2.0 * waits if found.cached else 1.0,)
+        seconds = cost.estimate.seconds(cost.unread)
+        waits = cost.estimate.unhidden(cost.unread) > 0.0
+        rank: tuple[float, ...] = (2.0 * waits if cost.cached else 1.0,)
         if self._schedule == SHORTEST:
             rank = waits, seconds
         return _Place(rid, rank, seconds, passed)

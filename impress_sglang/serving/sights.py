@@ -77,15 +77,15 @@ def memory_at(place: Place, rank: int) -> Memory:
 class Sights:
     """Counts prefixes by their tokens, in 16 MiB; one thread."""
 
-    def __init__(self, least: int, memory: Memory | None = None) -> None:
-        """`least` sights, from 2 to 255, make a prefix worth storing.
+    def __init__(self, min_sightings: int, memory: Memory | None = None) -> None:
+        """`min_sightings` sights, from 2 to 255, make a prefix worth storing.
 
         In `memory`, others may count as well. Counts are halved when a quarter as many new prefixes
         have come as it has columns.
         """
-        assert 2 <= least <= 255
+        assert 2 <= min_sightings <= 255
         memory = new_memory() if memory is None else memory
-        self._least = least
+        self._min_sightings = min_sightings
         self._counts = memory[_HEAD:].reshape(_ROWS, -1)
         self._new = memory[_SEED:_HEAD].view(np.int64)
         # Keyed, so that nobody can tell which prompts are counted together.
@@ -100,7 +100,7 @@ class Sights:
         Returns how many of the first tokens were seen often enough, this time included if counted.
         """
         seen = self._see(self._hashes.of(namespace, tokens), first // BLOCK_TOKENS, count=count)
-        rare = np.flatnonzero(seen < self._least)
+        rare = np.flatnonzero(seen < self._min_sightings)
         return int(rare[0] if len(rare) else len(seen)) * BLOCK_TOKENS
 
     def note_text(
@@ -115,7 +115,7 @@ class Sights:
         starts, hashes = self._hashes.windows(namespace, tokens)
         # Each distinct window counts once per request.
         hashes, places = np.unique(hashes, return_inverse=True)
-        return starts, (self._see(hashes, 0, count=count) >= self._least)[places]
+        return starts, (self._see(hashes, 0, count=count) >= self._min_sightings)[places]
 
     def _see(self, hashes: Hashes, first: int, *, count: bool) -> npt.NDArray[np.uint8]:
         """How often hashes were seen, uint8 [n]; if `count`, those from `first` on count now."""

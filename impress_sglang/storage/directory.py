@@ -97,8 +97,8 @@ class StoreDirectory:
     def siblings(self) -> list[Path]:
         """The folders of other servers of this model, which have the same key."""
         names = self.files.list(self.root)
-        found = [self.root / path for path in names if identity_in(path) == self.identity]
-        return [path for path in found if path != self.path and is_store(self.files, path)]
+        siblings = [self.root / path for path in names if identity_in(path) == self.identity]
+        return [path for path in siblings if path != self.path and is_store(self.files, path)]
 
     def put(self, name: str, content: bytes) -> None:
         """Write a small file, replacing an older one as a whole."""
@@ -219,8 +219,8 @@ def take_free(files: FileSystem, root: Path, identity: str) -> StoreDirectory:
 
 def identity_in(name: str) -> str | None:
     """The model identity in the name of a folder; None if it is no name of a store."""
-    found = _IDENTITY.fullmatch(name)
-    return found and found[1]
+    match = _IDENTITY.fullmatch(name)
+    return match and match[1]
 
 
 def same_model(one: Path, other: Path) -> bool:
@@ -241,8 +241,8 @@ def is_store(files: FileSystem, path: Path) -> bool:
 
 def format_of(files: FileSystem, store: Path) -> int:
     """The format that the marker of a store names; 0 for markers without it, which are older."""
-    found = json.loads(_read_small(files, store / MARKER)).get("format", 0)
-    return found if isinstance(found, int) else 0
+    version = json.loads(_read_small(files, store / MARKER)).get("format", 0)
+    return version if isinstance(version, int) else 0
 
 
 def segment_files(files: FileSystem, store: Path) -> Iterator[tuple[str, str, bool]]:
@@ -255,9 +255,9 @@ def segment_files(files: FileSystem, store: Path) -> Iterator[tuple[str, str, bo
             continue
         parent = f"{store}/{SEGMENTS}/{folder}"
         for name in files.list(Path(parent)):
-            found = _SEGMENT.fullmatch(name)
-            if found and name.startswith(folder):
-                yield found[1], f"{parent}/{name}", found[2] is None
+            match = _SEGMENT.fullmatch(name)
+            if match and name.startswith(folder):
+                yield match[1], f"{parent}/{name}", match[2] is None
 
 
 def quarantined_files(files: FileSystem, store: Path) -> list[Path]:
@@ -272,15 +272,15 @@ def other_stores(files: FileSystem, store: Path) -> dict[Path, int]:
     The first to be removed come last: stores of this format first, the latest before others, and
     then those of older formats.
     """
-    found = []
+    others = []
     for name in files.list(store.parent):
         path = store.parent / name
         with contextlib.suppress(OSError):
             if not same_model(path, store) and is_store(files, path):
                 current = format_of(files, path) >= FORMAT_VERSION
-                found.append((current, files.stat(path).st_mtime_ns, path))
+                others.append((current, files.stat(path).st_mtime_ns, path))
     stores, unusable = dict[Path, int](), []
-    for current, _, path in sorted(found, reverse=True):
+    for current, _, path in sorted(others, reverse=True):
         stores[path] = 0
         paths = [Path(file) for _, file, _ in segment_files(files, path)]
         for file in paths + quarantined_files(files, path):

@@ -161,11 +161,11 @@ class AioEngine:
             slots, errors = np.array(self._refused, np.int64).T
             self._refused, results = [], -errors
         else:
-            least, most = ctypes.c_long(at_least), ctypes.c_long(self.depth)
+            limits = ctypes.c_long(at_least), ctypes.c_long(self.depth)
             events = ctypes.c_void_p(self._events.ctypes.data)
             count = -1
             while count < 0:
-                count = self._call(self._getevents_call, self._context, least, most, events, None)
+                count = self._call(self._getevents_call, self._context, *limits, events, None)
                 if count < 0 and ctypes.get_errno() != errno.EINTR:
                     raise OSError(ctypes.get_errno(), "io_getevents failed")
             ended = self._events[:count]
@@ -187,10 +187,10 @@ class ThreadEngine:
         self,
         depth: int,
         read: Callable[[int, int, memoryview], None] = read_exactly,
-        most: int = MAX_THREADS,
+        max_threads: int = MAX_THREADS,
     ) -> None:
-        """`read`: fills memory from a descriptor and an offset; `most`: threads."""
-        self.depth = depth = min(depth, most)
+        """`read` fills memory from a descriptor and an offset."""
+        self.depth = depth = min(depth, max_threads)
         self._read = read
         self._wanted: queue.SimpleQueue[tuple[int, int, int, int, int] | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()

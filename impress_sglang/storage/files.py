@@ -161,8 +161,8 @@ class FileSystem:
 
     def free_bytes(self, path: Path) -> int:
         """Bytes that an unprivileged process may still write to a file system."""
-        found = os.statvfs(path)
-        return found.f_bavail * found.f_frsize
+        status = os.statvfs(path)
+        return status.f_bavail * status.f_frsize
 
     def supports_direct_io(self, path: Path) -> bool:
         """Whether files in a directory can be opened with O_DIRECT."""

@@ -245,17 +245,17 @@ class Pages(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16)
-def page_groups_for(sizes: Sequence[int], *, grain: int, most: int, padding: float) -> int:
+def page_groups_for(sizes: Sequence[int], *, grain: int, max_groups: int, padding: float) -> int:
     """Groups of a page: the fewest, a multiple of `grain`, that leave little padding.
 
     `sizes` are bytes of a group in each layer; pages of all have as many. At most the share
-    `padding` of whole pages is padding, unless that takes more than `most`.
+    `padding` of whole pages is padding, unless that takes more than `max_groups`.
     """
-    for count in range(grain, most, grain):
+    for count in range(grain, max_groups, grain):
         pages = sum(round_up(count * size, BLOCK_BYTES) for size in sizes)
         if pages - count * sum(sizes) <= padding * pages:
             return count
-    return most
+    return max_groups
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -347,9 +347,9 @@ class SegmentLayout:
         """Pages of the codes of each layer that has some, with as many tokens in each page."""
         shape, sizes = self.shape, self.shape.code_bytes
         if shape.basis:
-            count = page_groups_for(sizes, grain=64, most=1024, padding=1 / 64)
+            count = page_groups_for(sizes, grain=64, max_groups=1024, padding=1 / 64)
         else:
-            count = page_groups_for(sizes[:1], grain=1, most=8, padding=1 / 128)
+            count = page_groups_for(sizes[:1], grain=1, max_groups=8, padding=1 / 128)
         tokens = 1 if shape.basis else GROUP_TOKENS
         pages = {size: Pages(self.num_tokens, tokens, size, count) for size in set(sizes)}
         return tuple(pages[size] for size in sizes)

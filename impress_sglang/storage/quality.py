@@ -40,9 +40,9 @@ class Quality:
         """Sort key, best first; blended KVs have larger errors than all others."""
         return -self.share, self.depth, -self.bits
 
-    def suffices(self, least: Quality) -> bool:
-        """Whether a request that accepts `least` and better accepts this."""
-        return self.depth <= least.depth and self.bits >= least.bits and self.share >= least.share
+    def suffices(self, worst: Quality) -> bool:
+        """Whether a request that accepts `worst` and better accepts this."""
+        return self.depth <= worst.depth and self.bits >= worst.bits and self.share >= worst.share
 
     def after(self, bits: float, share: float = 1.0) -> Quality:
         """Quality of KVs computed after a prefix of this quality, loaded in so many bits.

@@ -298,8 +298,8 @@ class BlockReader:
         depth, batches = self._engine.depth, []
         room = depth - len(self._flying)
         for waiting, ahead in zip(self._queues, (False, True), strict=True):
-            most = min(MOST_AHEAD, max(depth // 2, 1)) - self._flying_ahead
-            limit = min(room, most) if ahead else room
+            room_ahead = min(MOST_AHEAD, max(depth // 2, 1)) - self._flying_ahead
+            limit = min(room, room_ahead) if ahead else room
             while limit > 0 and waiting:
                 read = waiting[0]
                 first, read.next = read.next, min(read.next + limit, read.last)
@@ -369,16 +369,16 @@ class _Watch:
         self._pieces = self._open
 
 
-def _pieces(starts: Indices, stops: Indices, most: int) -> tuple[Indices, Indices]:
-    """Starts and sizes of the same runs in pieces of at most `most` bytes."""
+def _pieces(starts: Indices, stops: Indices, max_bytes: int) -> tuple[Indices, Indices]:
+    """Starts and sizes of the same runs in pieces of at most `max_bytes` bytes."""
     sizes = stops - starts
-    if not len(sizes) or sizes.max() <= most:
+    if not len(sizes) or sizes.max() <= max_bytes:
         return starts, sizes
-    counts = -(-sizes // most)
+    counts = -(-sizes // max_bytes)
     first = np.cumsum(counts) - counts
-    step = (np.arange(counts.sum()) - np.repeat(first, counts)) * most
+    step = (np.arange(counts.sum()) - np.repeat(first, counts)) * max_bytes
     starts = np.repeat(starts, counts) + step
-    return starts, np.minimum(most, np.repeat(stops, counts) - starts)
+    return starts, np.minimum(max_bytes, np.repeat(stops, counts) - starts)
 
 
 def _complete_piece(read: PendingRead, place: int, result: int) -> PrefixUnreadable | None:

@@ -176,8 +176,8 @@ class SegmentHeader:
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """One of `SegmentInfo.arrays`; an empty one for no mapping."""
-        found: npt.NDArray[Any] | None = getattr(self.info if name == "tokens" else self, name)
-        return np.zeros(0) if found is None else found
+        array: npt.NDArray[Any] | None = getattr(self.info if name == "tokens" else self, name)
+        return np.zeros(0) if array is None else array
 
 
 # What it computes is kept with it.
@@ -220,8 +220,8 @@ def decode_header(
 ) -> SegmentHeader:
     """The header of a file of so many bytes; `read` gives a number of them from an offset on."""
     magic, header_bytes, description_bytes, expected = _PREAMBLE.unpack(read(0, _PREAMBLE.size))
-    most = min(header_bytes - _PREAMBLE.size, _MAX_DESCRIPTION_BYTES)
-    if magic != MAGIC or header_bytes > file_bytes or not 0 < description_bytes <= most:
+    limit = min(header_bytes - _PREAMBLE.size, _MAX_DESCRIPTION_BYTES)
+    if magic != MAGIC or header_bytes > file_bytes or not 0 < description_bytes <= limit:
         raise SegmentUnreadable(name, "not a segment of this format")
     description = read(_PREAMBLE.size, description_bytes)
     # Nothing is verified yet, so whatever goes wrong here is the file's fault.
@@ -242,15 +242,15 @@ def decode_header(
     body = bytes(read(start, header_bytes - start))
     if _header_checksum(header_bytes, description_bytes, bytes(description) + body) != expected:
         raise SegmentUnreadable(name, "the header fails its checksum")
-    found = dict[str, npt.NDArray[Any]]()
+    arrays = dict[str, npt.NDArray[Any]]()
     for name, (dtype, shape) in info.arrays().items():
         flat = np.frombuffer(body, dtype, math.prod(shape), offset)
         # A copy, because tensors and loops require aligned and writable memory.
-        found[name] = flat.reshape(shape).copy()
+        arrays[name] = flat.reshape(shape).copy()
         offset += flat.nbytes
-    info = dataclasses.replace(info, tokens=found["tokens"].astype(np.int32))
-    mapping = found["mapping"] if info.reordered else None
-    return SegmentHeader(info, found["checksums"], found["sinks"], mapping, found["fits"])
+    info = dataclasses.replace(info, tokens=arrays["tokens"].astype(np.int32))
+    mapping = arrays["mapping"] if info.reordered else None
+    return SegmentHeader(info, arrays["checksums"], arrays["sinks"], mapping, arrays["fits"])
 
 
 @contextlib.contextmanager
@@ -333,8 +333,8 @@ class OpenSegment:
         It raises `SegmentUnreadable` if one of them fails its checksum.
         """
         first = (offset - self.layout.header_bytes) // BLOCK_BYTES
-        found = block_checksums(memory.view, blocks.tolist())
-        bad = np.flatnonzero(found != self.checksums[first + blocks])
+        checksums = block_checksums(memory.view, blocks.tolist())
+        bad = np.flatnonzero(checksums != self.checksums[first + blocks])
         if len(bad):
             at = offset + int(blocks[bad[0]]) * BLOCK_BYTES
             raise SegmentUnreadable(self.segment_id, f"the block at {at} fails its checksum")

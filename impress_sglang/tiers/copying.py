@@ -146,8 +146,8 @@ class PageCopier:
             from impress_sglang.triton import pages
 
             # The largest power of two that divides them all.
-            most = self._page_bytes | pages.WORD_BYTES
-            bits = int(np.bitwise_or.reduce(numbers, initial=most))
+            limit = self._page_bytes | pages.WORD_BYTES
+            bits = int(np.bitwise_or.reduce(numbers, initial=limit))
             pages.copy_pages(table, self._page_bytes, bits & -bits)
         fence = Fence(self._device)
         self._read.append((self._table, fence))

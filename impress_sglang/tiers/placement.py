@@ -130,15 +130,15 @@ class Placement:
         self._rule = rule
         self._width = width = max_chunk_pages
         # Every chunk in a cache has at least one page.
-        most = max(host_pages, device_pages)
+        num_entries = max(host_pages, device_pages)
         capacity = np.array([host_pages, device_pages])
         none, places = np.zeros(0, np.uint8), np.zeros(0, np.int32)
-        members, noted = np.zeros((2, 2, 1 + most), np.int64)
+        members, noted = np.zeros((2, 2, 1 + num_entries), np.int64)
         self._caches = Caches(
             tiers=none,
             num_pages=np.zeros(0, np.uint16),
             first=places,
-            following=np.zeros((2, most), np.int32),
+            following=np.zeros((2, num_entries), np.int32),
             free=capacity.copy(),
             first_free=np.zeros(2, np.int64),
             capacity=capacity,
@@ -236,9 +236,9 @@ class Placement:
 
     def _pages_of(self, ids: Ids) -> Ids:
         """Pages of chunks, one after another, as in `Access`."""
-        found = np.empty(self._caches.num_pages.take(ids).sum(dtype=np.int64), np.int64)
-        placing.put_pages(self._caches, ids, found)
-        return found
+        pages = np.empty(self._caches.num_pages.take(ids).sum(dtype=np.int64), np.int64)
+        placing.put_pages(self._caches, ids, pages)
+        return pages
 
     def _place(self, ids: Ids, tiers: npt.NDArray[np.uint8]) -> Moves:
         caches, priorities = self._caches, self._rule.priorities.take(ids)
@@ -288,7 +288,7 @@ class Placement:
         self._journal = self._journal._replace(marks=grown(self._journal.marks, size))
 
     @locked
-    def check_members(self, tier: int, first: int, most: int) -> bool:
+    def check_members(self, tier: int, first: int, count: int) -> bool:
         """Check that some chunks of a cache, given by places in its heap, are where they should be.
 
         The time depends only on their number. Returns whether there are more behind them.
@@ -297,7 +297,7 @@ class Placement:
         heaps, capacity = caches.heaps, self.capacity[tier]
         assert 0 <= caches.free[row] <= capacity
         end = 1 + int(heaps.sizes[row])
-        places = np.arange(1 + first, min(1 + first + most, end))
+        places = np.arange(1 + first, min(1 + first + count, end))
         members, noted = heaps.members[row, places], heaps.noted[row, places]
         assert (caches.tiers[members] == tier).all()
         assert (heaps.places[members] == places).all()
@@ -305,4 +305,4 @@ class Placement:
         assert (heaps.noted[row, np.maximum(places // 2, 1)] <= noted).all()
         pages = self._pages_of(members)
         assert ((pages >= 0) & (pages < capacity)).all()
-        return 1 + first + most < end
+        return 1 + first + count < end

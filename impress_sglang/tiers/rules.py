@@ -208,5 +208,5 @@ def priorities_of(scores: Floats, doublings: Ids | int) -> Ids:
     """
     fractions, exponents = np.frexp(scores)
     below = ((2.0 * fractions - 1.0) * 2.0**_FRACTION_BITS).astype(np.int64)
-    found = (exponents.astype(np.int64) + (doublings + _BIAS) << _FRACTION_BITS) + below
-    return np.where(scores > 0.0, found, 0)
+    priorities = (exponents.astype(np.int64) + (doublings + _BIAS) << _FRACTION_BITS) + below
+    return np.where(scores > 0.0, priorities, 0)

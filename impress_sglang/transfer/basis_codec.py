@@ -153,14 +153,14 @@ class BasisCodec:
             return [(layout.tables(), product_matrix(basis), basis.mean) for layout, basis in each]
         from impress_sglang.triton import rows as by_kernels
 
-        self._module, found = by_kernels, []
+        self._module, layer_tables = by_kernels, []
         levels, gains = (torch.from_numpy(table).to(device) for table in (LEVEL_TABLE, GAIN_TABLE))
         for layout, of_layer in zip(self.basis.layouts, self.basis.layers, strict=True):
             places = by_kernels.places_of(layout).to(device)
             matrix = product_matrix(of_layer).to(device, torch.bfloat16)
             tables = places, levels, gains, matrix, of_layer.mean.to(device)
-            found.append(by_kernels.LayerTables(*tables))
-        return found
+            layer_tables.append(by_kernels.LayerTables(*tables))
+        return layer_tables
 
     def _put_by_kernels(
         self, layer: int, groups: Tensor, below: Tensor | None, turns: Turns, rows: Rows
@@ -193,5 +193,5 @@ class BasisCodec:
         components = torch.empty(len(groups), int(tables.bounds[-1]))
         arrays = tables.areas, tables.runs, tables.bounds, CURVES, GAIN_TABLE
         self._module.unpack(groups.contiguous().numpy(), *arrays, parts.numpy(), components.numpy())
-        found = components.bfloat16()
-        return found if below is None else torch.cat([found, below], 1)
+        factors = components.bfloat16()
+        return factors if below is None else torch.cat([factors, below], 1)

@@ -127,8 +127,8 @@ class BufferPool:
 
     def _free_memory(self, size: int) -> PooledMemory | None:
         """The smallest free area that is large enough, and not far too large."""
-        most = min(2 * size, self.limit_bytes - self.used_bytes - self._draining_bytes)
-        fitting = [memory for memory in self._free if size <= memory.num_bytes <= most]
+        max_bytes = min(2 * size, self.limit_bytes - self.used_bytes - self._draining_bytes)
+        fitting = [memory for memory in self._free if size <= memory.num_bytes <= max_bytes]
         memory = min(fitting, key=lambda memory: memory.num_bytes, default=None)
         if memory is not None:
             self._free.remove(memory)
@@ -204,10 +204,10 @@ class LayerBuffer:
 
         It raises `PrefixUnreadable` if a read that brings them failed, or one is corrupt.
         """
-        nobody, *found = self._brought(wanted).tolist()
+        nobody, *brought = self._brought(wanted).tolist()
         assert not nobody, "a block was not asked for"
         errors = []
-        for read, brings in zip(self.reads, found, strict=True):
+        for read, brings in zip(self.reads, brought, strict=True):
             if brings:
                 try:
                     read.arrived()

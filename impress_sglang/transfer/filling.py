@@ -21,9 +21,9 @@ from impress_sglang.transfer.sources import Piece, WholeSource
 
 
 def fill(
-    layer: int, source: WholeSource, found: Sequence[Piece], rows: Rows, codec: Codec | None
+    layer: int, source: WholeSource, pieces: Sequence[Piece], rows: Rows, codec: Codec | None
 ) -> None:
-    """Put a layer, in which this was `found` by `source.read`, into the rows of all tokens.
+    """Put the `pieces` of a layer that `source.read` returned into the rows of all tokens.
 
     Layers ascend for each source. `codec`: None if there are no codes.
     """
@@ -31,12 +31,12 @@ def fill(
     slots: Sequence[Tensor] = rows.slots.split(source.lengths)
     if source.codes and layer < shape.first_raw:
         assert codec is not None, "there are codes, and no codec"
-        source.state = codec.restore(layer, found, rows, source.state)
+        source.state = codec.restore(layer, pieces, rows, source.state)
         for number, sinks in source.sinks.items():
             for pool, exact in zip(rows[:2], sinks, strict=True):
                 pool[slots[number][: exact.shape[1]]] = exact[layer]
         return
-    for piece, target in zip(found, slots, strict=True):
+    for piece, target in zip(pieces, slots, strict=True):
         if layer >= shape.first_raw:
             pools: Sequence[Tensor] = rows[:2]
             streams: Sequence[Tensor] = shape.kvs_of(piece.parts[0])

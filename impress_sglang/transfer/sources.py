@@ -308,12 +308,12 @@ class WholeSource(StoredSource):
     def sinks(self) -> dict[int, tuple[Tensor, Tensor]]:
         """By the number of a span, exact keys [L, n, G, Dk] and values of first tokens of a prompt,
         which are never in codes."""
-        found = {}
+        sinks = {}
         for number, (segment, tokens, _) in enumerate(self.spans):
             exact = torch.from_numpy(segment.sinks[:, tokens.start : tokens.stop])
             if exact.numel():
-                found[number] = self.shape.kvs_of(exact.to(self._cache.device))
-        return found
+                sinks[number] = self.shape.kvs_of(exact.to(self._cache.device))
+        return sinks
 
     def _wanted(self, layer: int) -> list[Wanted]:
         return [
@@ -326,13 +326,13 @@ class WholeSource(StoredSource):
 
     def read(self, layer: int) -> list[Piece]:
         """Read a layer of each span; raises and stays valid as `_take`."""
-        wanted, found = self._wanted(layer), []
+        wanted, pieces = self._wanted(layer), []
         taken = [blocks.reshape(-1) for blocks in self._take(layer, dict(enumerate(wanted)))]
         for (segment, tokens, _), wanted_of, memory in zip(self.spans, wanted, taken, strict=True):
             parts = [pages.groups_in(memory[at])[groups] for pages, at, groups in wanted_of.places]
             position = segment.info.prefix_len + tokens.start
-            found.append(Piece(parts, tokens.start, position, len(tokens)))
-        return found
+            pieces.append(Piece(parts, tokens.start, position, len(tokens)))
+        return pieces
 
 
 def take_blocks(

@@ -59,8 +59,8 @@ class QueryMeter:
         """Begin with what another process has measured; ignore what is damaged."""
         try:
             with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-                found = {name: arrays[name] for name in arrays.files}
-            for name, array in found.items():
+                restored = {name: arrays[name] for name in arrays.files}
+            for name, array in restored.items():
                 kind, layer = name.split(".")
                 if kind == "energy" and array.dtype == np.float32 and np.isfinite(array).all():
                     self._energies[int(layer)] = torch.from_numpy(array)
@@ -76,8 +76,8 @@ class QueryMeter:
         if (given := queries(layer)) is not None:
             self._energies[layer] = energy_of(given, shape[0])
             self.has_news = True
-        found = self._energies.get(layer)
-        return None if found is None or found.shape != shape else found
+        energy = self._energies.get(layer)
+        return None if energy is None or energy.shape != shape else energy
 
 
 def energy_of(queries: Tensor, num_kv_heads: int) -> Tensor:

@@ -78,8 +78,8 @@ class LayerBasis:
 
     def arrays(self) -> dict[str, Tensor]:
         """All arrays by their names."""
-        found = {name: getattr(self, name) for name in _ARRAYS}
-        return {name: array for name, array in found.items() if array is not None}
+        arrays = {name: getattr(self, name) for name in _ARRAYS}
+        return {name: array for name, array in arrays.items() if array is not None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,16 +181,16 @@ class Basis:
         """
         path, parts = file_of_part(path, part), part[1]
         try:
-            found = cls._read(path)
-            if found.part != part:
-                raise ValueError(f"it is for part {found.part[0] + 1} of {found.part[1]}")
+            basis = cls._read(path)
+            if basis.part != part:
+                raise ValueError(f"it is for part {basis.part[0] + 1} of {basis.part[1]}")
         except Exception as error:  # a damaged file raises many
             ranks = f" --tp-size {parts}" if parts > 1 else ""
             raise BasisUnreadable(
                 f"{path} is no basis of this version, or is damaged; "
                 f"make it anew with `impress calibrate{ranks}`: {error!r}"
             ) from error
-        return found
+        return basis
 
     @classmethod
     def _read(cls, path: Path) -> Basis:
@@ -205,17 +205,17 @@ class Basis:
             arrays = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
 
         def layer(number: int, bits: list[int]) -> LayerBasis:
-            found = {array: arrays.get(f"{number}.{array}") for array in _ARRAYS}
-            return LayerBasis(tuple(bits), **found)
+            layer_arrays = {array: arrays.get(f"{number}.{array}") for array in _ARRAYS}
+            return LayerBasis(tuple(bits), **layer_arrays)
 
         layers = tuple(layer(i, bits) for i, bits in enumerate(fields["bits"]))
         shapes = tuple((heads, dim) for heads, dim in fields["shapes"])
         fewer = {keeps: tuple(map(tuple, bits)) for keeps, bits in fields["fewer"]}
         rest = fields["keeps"], fewer, fields["notes"]
-        found = cls(fields["model"], shapes, layers, tuple(fields["part"]), *rest)
-        if found.digest != fields["digest"]:
+        basis = cls(fields["model"], shapes, layers, tuple(fields["part"]), *rest)
+        if basis.digest != fields["digest"]:
             raise ValueError("its arrays do not match their digest")
-        return found
+        return basis
 
     def _arrays(self) -> dict[str, Tensor]:
         return {

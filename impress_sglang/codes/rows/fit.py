@@ -62,27 +62,27 @@ class Moments:
         under = flat[0][:, :0]
         for layer, (origin, rows) in enumerate(zip(self.origins, flat, strict=True)):
             here = rows - origin
-            found = torch.cat([(torch.cat([under, here], 1).T @ here).double(), here.sum(0)[None]])
+            sums = torch.cat([(torch.cat([under, here], 1).T @ here).double(), here.sum(0)[None]])
             if layer == len(self._sums):
-                self._sums.append(found)
+                self._sums.append(sums)
             else:
-                self._sums[layer] += found
+                self._sums[layer] += sums
             under = here
 
     def of_heads(self, heads: slice) -> Moments:
         """Those of some heads alone."""
-        found, places, begin = Moments(), [], 0
+        moments, places, begin = Moments(), [], 0
         for count, dim in self.shapes:
             features = torch.arange(begin, begin + count * dim).view(count, dim)[heads]
             places.append(features.flatten())
-            found.shapes += ((len(features), dim),)
+            moments.shapes += ((len(features), dim),)
             begin += count * dim
         at = torch.cat(places).to(self.origins[0].device)
-        found.count, found.origins = self.count, [origin[at] for origin in self.origins]
+        moments.count, moments.origins = self.count, [origin[at] for origin in self.origins]
         for sums in self._sums:
             squares = [square[at][:, at] for square in sums[:-1].split(begin)]
-            found._sums.append(torch.cat([*squares, sums[-1:, at]]))
-        return found
+            moments._sums.append(torch.cat([*squares, sums[-1:, at]]))
+        return moments
 
     def mean(self, layer: int) -> Tensor:
         """Float64 [X]."""
@@ -125,11 +125,11 @@ class Fit:
         """
         return {keeps: _threshold(self._variances, rate) for keeps, rate in rates.items()}
 
-    def basis(self, least: Mapping[float, float], *, model: str = "", part: Part = WHOLE) -> Basis:
-        """The basis at these `thresholds`; the same for the same numbers."""
+    def basis(self, floors: Mapping[float, float], *, model: str = "", part: Part = WHOLE) -> Basis:
+        """Return the basis at these `thresholds`; the same for the same numbers."""
         bits = {
             keeps: tuple(_share_bits(self._variances, threshold))
-            for keeps, threshold in least.items()
+            for keeps, threshold in floors.items()
         }
         keeps = max(bits)
         given = bits.pop(keeps)
@@ -183,14 +183,14 @@ def _solve(moments: Moments, layer: int, metric: Sequence[Tensor] | None) -> _So
 
 def _by_variance(moments: Moments, layer: int) -> list[Tensor]:
     """A metric by which keys, and values, cost as much as they vary: float64 [G, D, D] of each."""
-    found, begin = [], 0
+    metrics, begin = [], 0
     variances = moments.covariance(layer).diagonal()
     for heads, dim in moments.shapes:
         size = variances[begin : begin + heads * dim].mean()
         eye = torch.eye(dim, dtype=torch.float64, device=variances.device)
-        found.append((eye / size).expand(heads, -1, -1))
+        metrics.append((eye / size).expand(heads, -1, -1))
         begin += heads * dim
-    return found
+    return metrics
 
 
 def _roots(metric: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,14 +209,14 @@ def _threshold(variances: list[Tensor], rate: float) -> float:
     worth = torch.cat(variances)[:, None].cpu() * _WORTH
     wanted = int(rate * len(worth))
     assert 0 < wanted <= MAX_BITS * len(worth)
-    least = float(worth.flatten().sort(descending=True).values[wanted - 1])
-    return max(least, torch.finfo(torch.float64).tiny)
+    threshold = float(worth.flatten().sort(descending=True).values[wanted - 1])
+    return max(threshold, torch.finfo(torch.float64).tiny)
 
 
 def _share_bits(variances: list[Tensor], threshold: float) -> list[tuple[int, ...]]:
     """Bits of the components of all layers; those without bits are left out."""
-    found = []
+    layer_bits = []
     for variance in variances:
         bits = (variance[:, None].cpu() * _WORTH >= threshold).sum(1)
-        found.append(tuple(int(width) for width in bits if width))
-    return found
+        layer_bits.append(tuple(int(width) for width in bits if width))
+    return layer_bits

@@ -100,35 +100,35 @@ class RowLayout:
     def _places(self) -> tuple[Int32s, RowTables]:
         """What `parts` and `tables` return."""
         bits, count = self.bits, len(self.bits)
-        found, begin, most, areas = np.full((count, 4, 2), -1, np.int32), _GAIN_BYTES, 0, []
+        parts, begin, num_parts, areas = np.full((count, 4, 2), -1, np.int32), _GAIN_BYTES, 0, []
         first_parts = np.full((count, 3), -1, np.int64)
         # Of high nibble, low nibble, crumb and bit, which codes have one.
         has = np.array([(width >= 4, width == 8, width & 2, width & 1) for width in bits], np.bool_)
         for area, (width, first, stop) in enumerate(((4, 0, 2), (2, 2, 3), (1, 3, 4))):
-            chosen = found[:, first:stop]
-            there = has.reshape(-1, 4)[:, first:stop]
-            element = np.arange(there.sum())
+            chosen = parts[:, first:stop]
+            present = has.reshape(-1, 4)[:, first:stop]
+            element = np.arange(present.sum())
             size = -(-len(element) * width // 8)
-            chosen[there, 0] = begin + element % max(size, 1)
-            chosen[there, 1] = element // max(size, 1) * width
+            chosen[present, 0] = begin + element % max(size, 1)
+            chosen[present, 1] = element // max(size, 1) * width
             # A code that has two nibbles has the high one first.
-            before = there.sum(1).cumsum() - there.sum(1)
-            first_parts[:, area] = np.where(there[:, 0], most + before, -1)
-            areas.append((begin, size, width, most))
+            before = present.sum(1).cumsum() - present.sum(1)
+            first_parts[:, area] = np.where(present[:, 0], num_parts + before, -1)
+            areas.append((begin, size, width, num_parts))
             begin += size
-            most += size * (8 // width)
-        first_parts[first_parts < 0] = most
+            num_parts += size * (8 // width)
+        first_parts[first_parts < 0] = num_parts
         runs = []
-        for own_bits in sorted(set(bits), reverse=True):
-            start = bits.index(own_bits)
-            runs.append((start, bits.count(own_bits), *first_parts[start].tolist(), own_bits))
+        for width in sorted(set(bits), reverse=True):
+            start = bits.index(width)
+            runs.append((start, bits.count(width), *first_parts[start].tolist(), width))
         tables = RowTables(
             np.array(areas, np.uint64),
             np.array(runs, np.uint64).reshape(-1, 6),
             np.array(group_bounds(count), np.uint64),
-            most + count,
+            num_parts + count,
         )
-        return found, tables
+        return parts, tables
 
     @property
     def row_bytes(self) -> int:
