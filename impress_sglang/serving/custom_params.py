@@ -1,4 +1,4 @@
-"""What a request asks of this extension, in the `custom_params` of its sampling parameters."""
+"""Options of this extension in the `custom_params` of a request's sampling parameters."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from impress_sglang.config import (
 from impress_sglang.storage.segment import Priority
 from impress_sglang.store.policies import LoadOptions
 
-# Keys of `sampling_params.custom_params`: the retention, bits and blending that a request asks for.
+# Keys of `sampling_params.custom_params`: requested retention, bits and blending.
 RETENTION_KEY = "impress_retention"
 BITS_KEY = "impress_bits"
 BLEND_KEY = "impress_blend"
 # Whether the request is stored, and for how many seconds.
 STORE_KEY = "impress_store"
 TTL_KEY = "impress_ttl"
-# Which other prefixes leave the SSD before its own.
+# Its eviction priority on SSD.
 PRIORITY_KEY = "impress_priority"
-# The share of an over-long prompt that is cut at once, and how many first tokens stay.
+# The share of an over-long prompt that one cut removes, and the number of first tokens that stay.
 TRUNCATE_KEY = "impress_truncate"
 KEEP_KEY = "impress_keep_tokens"
-# Set by the server itself: how many tokens were cut.
+# Set by the server itself: number of tokens that were cut.
 TRUNCATED_KEY = "impress_truncated_tokens"
-# First tokens that stay if the request does not say how many, and no system prompt is known.
+# First tokens that stay if the request gives no number, and no system prompt is known.
 KEEP_TOKENS = 16
 # The first tokens that stay must leave this share of the context free, or nothing is cut.
 LEAST_ROOM = 0.25
@@ -63,7 +63,7 @@ _RULES = {
 
 
 def check_custom_params(custom_params: object, config: ImpressConfig) -> None:
-    """Check what a request asks of this extension against what the server offers.
+    """Check the options of a request against those that the server supports.
 
     Raises:
         ValueError: a wrong value, or a key with our prefix that is none of ours and would be
@@ -93,13 +93,13 @@ def check_custom_params(custom_params: object, config: ImpressConfig) -> None:
 
 
 def params_of(sampling_params: Any) -> dict[str, Any]:
-    """The `custom_params` of a request, which were checked; empty if it has none."""
+    """Return the `custom_params` of a request, already checked; empty if it has none."""
     params = getattr(sampling_params, "custom_params", None)
     return params if isinstance(params, dict) else {}
 
 
 def load_options_of(sampling_params: Any, config: ImpressConfig) -> LoadOptions:
-    """What a request asks for, else the server's defaults; at least its floor of the retention."""
+    """Return a request's options, with the server's defaults and its minimum retention."""
     params = params_of(sampling_params)
     share, bits = params.get(RETENTION_KEY), params.get(BITS_KEY, config.bits)
     retention = config.usual_retention if share is None else max(float(share), config.min_retention)
@@ -113,7 +113,7 @@ def load_options_of(sampling_params: Any, config: ImpressConfig) -> LoadOptions:
 
 
 def share_of(params: Mapping[str, Any], config: ImpressConfig) -> float | None:
-    """By what share of the conversation a request is cut at once; None if it is not to be cut."""
+    """Share of the conversation that one cut removes from a request; None if it must not be cut."""
     share = params.get(TRUNCATE_KEY, config.truncate)
     return None if share == OFF else float(share)
 
@@ -121,16 +121,16 @@ def share_of(params: Mapping[str, Any], config: ImpressConfig) -> float | None:
 def find_cut(
     tokens: Sequence[int], limit: int, share: float, keep: int, openers: Container[int]
 ) -> range | None:
-    """Find which tokens of a prompt to leave out, so that at most `limit` of them are left.
+    """Find the tokens to remove from a prompt so that at most `limit` of them remain.
 
-    The first `keep` tokens stay, and of the rest the oldest part is left out (AttentionStore, 3.4).
-    Cuts are made in steps, each a share of what `limit` leaves to the conversation, so that none is
-    needed for some requests after a cut. The place of the cut depends only on the beginning and on
-    how many cuts are needed: so the prompts after a cut begin alike and find each other's prefix.
-    If the conversation begins with a token of `openers`, which begin messages, what is left of it
-    does as well where such a token is near.
+    The first `keep` tokens stay, and the oldest part of the rest is removed (AttentionStore, 3.4).
+    Cuts are made in steps, each a share of the room that `limit` leaves to the conversation, so
+    that some requests after a cut need none. The position of the cut depends only on the beginning
+    and on the number of cuts: prompts after a cut begin alike and share their prefix. If the
+    conversation begins with a token of `openers`, which begin messages, so does the remaining part
+    if such a token is near.
 
-    Returns None for a prompt that fits, and if `keep` leaves too little room for the conversation.
+    Returns None if the prompt fits, or if `keep` leaves too little room for the conversation.
     """
     room, over = limit - keep, len(tokens) - limit
     if over <= 0 or room < max(LEAST_ROOM * limit, 1):
@@ -138,7 +138,7 @@ def find_cut(
     step = max(round(share * room), 1)
     start = keep + -(-over // step) * step
     if tokens[keep] in openers:
-        # At least half of what a cut leaves is left.
+        # At least half of the tokens that a cut leaves remain.
         near = tokens[start : start + min(step, room - step) // 2 + 1]
         start += near.index(tokens[keep]) if tokens[keep] in near else 0
     return range(keep, start)

@@ -1,6 +1,6 @@
-"""Which load jobs have slots, in which order, and until when: docs/design.md, under pressure.
+"""Decides which load jobs get slots, and when they lose them: docs/design.md, under pressure.
 
-The scheduler's thread owns all of this; `plugin.slot_pool` is what it needs of SGLang.
+Thread: scheduler. `plugin.slot_pool` is its interface to SGLang.
 """
 
 from __future__ import annotations
@@ -13,22 +13,21 @@ from typing import Any, Generic, TypeVar
 
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 
-# So many requests at the head of the queue are looked at.
+# Number of requests at the head of the queue that are considered.
 WINDOW = 32
-# A request that waits for room is passed by others for this long if it is not known how long it
-# takes itself, in seconds.
+# Seconds for which others may pass a request that waits for room, if its own time is unknown.
 PATIENCE = 1.0
-# How often somebody who waits for the loader looks, in seconds.
+# Seconds between two checks while waiting for the loader.
 LOOK_SECONDS = 0.01
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Waiter:
-    """A queued request: what it waits for, and what is held for it.
+    """A queued request, the job it waits for, and the lock that is held for it.
 
-    `patience` in seconds: what computing it takes; None if that is not known. Its job brings its
-    `common` first tokens; it `leads` if the job was made for it. `blocked_at`: since when a job has
-    waited for room at the head of the queue, also one whose slots were taken away.
+    `patience`: seconds that computing it takes; None if unknown. Its job loads its `common` first
+    tokens; it `leads` if the job was made for it. `blocked_at`: time at which its job began to wait
+    for room at the head of the queue, also if its slots were taken away since.
     """
 
     rid: str
@@ -46,7 +45,7 @@ _Waiter = TypeVar("_Waiter", bound=Waiter)
 
 
 class JobQueue(Generic[_Waiter]):
-    """The jobs of one scheduler, and the requests that wait for them."""
+    """Jobs of one scheduler, and the requests that wait for them."""
 
     def __init__(
         self,
@@ -59,9 +58,9 @@ class JobQueue(Generic[_Waiter]):
     ) -> None:
         """`pool`: a `plugin.slot_pool.TreeSlots`; `loader`: a `JobLoader`.
 
-        `note_end` is told of each job that has ended, first of all; `replan` of each request whose
-        job has ended, or need not begin, which it may give another one. Fewer than `min_tokens`
-        are not worth a job.
+        `note_end` is called first with each job that has ended. `replan` is called with each
+        request whose job has ended or is not needed, and may give it another one. A job loads at
+        least `min_tokens`.
         """
         self._pool = pool
         self._loader = loader
@@ -70,44 +69,44 @@ class JobQueue(Generic[_Waiter]):
         self._min_tokens = min_tokens
         self._clock = clock
         self.jobs: list[LoadJob] = []
-        """Those that have not ended, the earliest first."""
+        """Jobs that have not ended, the earliest first."""
         self.waiters: dict[str, _Waiter] = {}
-        """Queued requests that wait for a job, or for which something is held."""
+        """Queued requests that wait for a job, or for which a lock is held."""
         self._admissible: set[str] | None = None
-        """Those that may pass the request at the head, which has waited long enough; None: all."""
+        """Requests that may pass the head, which has waited long enough; None if all may."""
 
     def __bool__(self) -> bool:
         return bool(self.jobs)
 
     @property
     def filling(self) -> bool:
-        """Whether slots are being filled, also such as are in SGLang's tree already."""
+        """Whether slots are being filled, including slots that are in SGLang's tree already."""
         return any(job.slots is not None or job.early for job in self.jobs)
 
     @property
     def begun(self) -> list[LoadJob]:
-        """Jobs that the loader was given, in an order that is the same on all ranks."""
+        """Jobs that were passed to the loader, in the same order on all ranks."""
         return [job for job in self.jobs if job.state is not JobState.WAITING]
 
     @property
     def computing(self) -> list[LoadJob]:
-        """Those that are read, and on which the scheduler's thread computes."""
+        """Jobs whose reads are done, and on which the scheduler's thread computes."""
         loaded = (job for job in self.jobs if job.state is JobState.LOADED)
         return [job for job in loaded if job.computes and not job.revoked]
 
     @property
     def active(self) -> bool:
-        """Whether there is a job, or something is held for a queued request."""
+        """Whether there is a job, or a lock is held for a queued request."""
         return bool(self.jobs or self.waiters)
 
     @property
     def loading(self) -> Iterator[LoadJob]:
-        """Jobs that have slots, which are not in SGLang's tree."""
+        """Jobs with slots that are not in SGLang's tree."""
         return (job for job in self.jobs if job.slots is not None)
 
     @property
     def blocked(self) -> list[_Waiter]:
-        """Those whose jobs wait for room; asked for in each pass, and the queue may be long."""
+        """Requests whose jobs wait for room. Read in each pass; the queue may be long."""
         return [
             waiter
             for waiter in self.waiters.values()
@@ -117,7 +116,7 @@ class JobQueue(Generic[_Waiter]):
         ]
 
     def join(self, waiter: _Waiter, job: LoadJob) -> None:
-        """Let a request wait for a new job, or for another one that brings the beginning of it."""
+        """Let a request wait for a new job, or for a job that already loads the beginning of it."""
         assert waiter.job is None
         joined, waiter.common = overlapping(self.jobs, job, self._min_tokens)
         waiter.leads = joined is job
@@ -128,24 +127,24 @@ class JobQueue(Generic[_Waiter]):
         self.waiters[waiter.rid] = waiter
 
     def leave(self, waiter: _Waiter) -> None:
-        """Note that a request was admitted, or is gone: nothing is held or loaded for it."""
+        """Release all that is locked or loaded for a request that was admitted or has ended."""
         self.waiters.pop(waiter.rid, None)
         self._release(waiter)
         self._detach(waiter)
         waiter.blocked_at = None
 
     def give_up(self, job: LoadJob) -> None:
-        """Let all who wait for a job go on without it."""
+        """Let all requests that wait for a job continue without it."""
         for waiter in list(job.waiters):
             self._detach(waiter)
 
     def waits(self, waiter: _Waiter) -> bool:
-        """Whether a request is not to be admitted now."""
+        """Whether a request must not be admitted now."""
         may_pass = self._admissible is None or waiter.rid in self._admissible
         return waiter.job is not None or not may_pass
 
     def poll(self, queue: Iterable[_Waiter], ended: Iterable[LoadJob]) -> None:
-        """Take in the jobs that have `ended` on all ranks, and give slots to others.
+        """Finish the jobs that have `ended` on all ranks, and allocate slots for others.
 
         `queue`: all requests, in order.
         """
@@ -157,12 +156,12 @@ class JobQueue(Generic[_Waiter]):
             self._grant(queue)
 
     def end_computing(self, job: LoadJob, state: JobState) -> None:
-        """Note that the scheduler's thread computes no more of a job."""
+        """Finish a job on which the scheduler's thread no longer computes."""
         job.state = state
         self._finish(job)
 
     def make_room(self, missing: Callable[[], int]) -> None:
-        """Free what jobs have, until nothing is `missing` beside what is evictable."""
+        """Free locks and slots of jobs until no slots are `missing` besides evictable ones."""
         for waiter in reversed(list(self.waiters.values())):
             if missing() <= 0:
                 return
@@ -173,14 +172,14 @@ class JobQueue(Generic[_Waiter]):
             self._revoke(job)
 
     def drop_all(self) -> None:
-        """Drop all jobs, and all that is held; the loader may still read for them."""
+        """Drop all jobs and locks; the loader may still read for these jobs."""
         for job in list(self.jobs):
             self.give_up(job)
         for waiter in list(self.waiters.values()):
             self.leave(waiter)
 
     def wait_for_loader(self, seconds: float) -> bool:
-        """Wait until the loader lets go of all jobs, which were dropped; False if not in time."""
+        """Wait until the loader is done with all jobs, which were dropped; False if not in time."""
         for _ in range(math.ceil(seconds / LOOK_SECONDS)):
             self._loader.wake.clear()
             if all(job.done.is_set() for job in self.jobs):
@@ -191,7 +190,7 @@ class JobQueue(Generic[_Waiter]):
     def _grant(self, queue: Iterable[_Waiter]) -> None:
         first = list(itertools.islice(queue, WINDOW))
         if self._pool.windows and first and not self.waits(first[0]) and self._pool.is_idle():
-            # If rows that others hold keep it from being admitted, nobody ever is.
+            # If locked rows keep it from being admitted, no request ever is.
             self._release_behind({first[0].rid})
         room = budget = self._pool.room()
         counted, seen = set[object](), set[str]()
@@ -215,21 +214,21 @@ class JobQueue(Generic[_Waiter]):
             self._release_behind(seen)
 
     def _release_behind(self, seen: set[str]) -> None:
-        """Release what is held for others: it keeps these from being admitted."""
+        """Release locks of all other requests, which keep these from being admitted."""
         for waiter in list(self._held):
             if waiter.rid not in seen:
                 self._release(waiter)
 
     def _try(self, job: LoadJob, need: int, budget: int, *, first: bool) -> bool:
-        """Begin a job if there is room; returns whether it need not wait any longer.
+        """Start a job if there is room; returns whether it need not wait any longer.
 
-        `first`: nothing is set aside for requests before it.
+        `first`: whether no room is reserved for requests before it.
         """
         if self._pool.lacking(job) < self._min_tokens:
             waiters = list(job.waiters)
             self.give_up(job)
             for waiter in waiters:
-                # It may need more than the job would have brought.
+                # It may need more than the job would have loaded.
                 self._replan(waiter, job)
             return True
         alone = first and self._pool.is_idle() and not any(self.loading)
@@ -241,7 +240,7 @@ class JobQueue(Generic[_Waiter]):
             self._loader.begin(job)
             return True
         if alone:
-            # It never will.
+            # It would never get its slots.
             self.give_up(job)
         return alone
 
@@ -259,7 +258,7 @@ class JobQueue(Generic[_Waiter]):
     def _finish(self, job: LoadJob) -> None:
         self.jobs.remove(job)
         self._note_end(job)
-        # Who began it comes first, and is told of its reads.
+        # The request that started it comes first, and reports its reads.
         waiters, job.waiters = job.waiters, []
         loaded = job.state is JobState.LOADED and not job.revoked
         if job.early and not loaded:
@@ -284,14 +283,14 @@ class JobQueue(Generic[_Waiter]):
             self._replan(waiter, job)
 
     def _let_go(self) -> None:
-        """Take away what others hold: it may be behind slots that are not right."""
+        """Revoke all locks and jobs: they may extend slots whose KVs are wrong."""
         for waiter in self.waiters.values():
             self._release(waiter)
         for job in list(self.loading):
             self._revoke(job)
 
     def _revoke(self, job: LoadJob) -> None:
-        """Take the slots of a job away; those who wait for it may plan again when it has ended."""
+        """Take the slots of a job away; its requests may plan again when it has ended."""
         job.revoke()
         self._pool.give_back(job)
 
@@ -305,7 +304,7 @@ class JobQueue(Generic[_Waiter]):
         if job.state is JobState.WAITING:
             self.jobs.remove(job)
             job.end(JobState.DROPPED)
-            # Perhaps it was the one that was not to be passed, and nobody polls without jobs.
+            # It may be the one that others must not pass, and without jobs there is no poll.
             self._admissible = None
         elif job.slots is not None:
             self._revoke(job)
@@ -317,10 +316,10 @@ class JobQueue(Generic[_Waiter]):
 
 
 def overlapping(jobs: Sequence[LoadJob], job: LoadJob, min_tokens: int) -> tuple[LoadJob, int]:
-    """A job that brings at least the `min_tokens` first tokens of a new one, and up to which of its
-    tokens; else the new one itself."""
+    """Find a job that loads at least the first `min_tokens` tokens of a new one, and the end of the
+    common tokens; otherwise return the new one."""
     for other in jobs:
-        # One that waits will begin behind what is resident then.
+        # A waiting job will begin after the tokens that are resident then.
         late = other.state is not JobState.WAITING and other.start > job.start
         if other.space != job.space or other.revoked or late:
             continue

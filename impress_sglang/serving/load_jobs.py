@@ -1,9 +1,9 @@
-"""Load jobs: stored tokens that a background thread brings into slots, beside the model's passes.
+"""Load jobs: a background thread loads stored tokens into slots while the model runs.
 
-The scheduler's thread plans a job, gives it slots, and in the end inserts them into SGLang's tree
-(`job_queue`). In between, the loader's thread reads, verifies and restores, layer by layer. It
-alone uses read buffers and moves chunks between caches. Nothing that a disk does leaves it as an
-exception: a job ends in one of a few states.
+The scheduler's thread plans a job, allocates its slots, and finally inserts them into SGLang's
+tree (`job_queue`). In between, the loader's thread reads, verifies and restores layer by layer.
+No other thread uses read buffers or moves chunks between caches. Disk errors do not leave it as
+exceptions: a job ends in one of a few states.
 """
 
 from __future__ import annotations
@@ -38,52 +38,51 @@ logger = logging.getLogger(__name__)
 
 
 class JobState(enum.Enum):
-    """How far a job is."""
+    """State of a load job."""
 
     WAITING = "waiting"
-    """It has no slots, and holds nothing."""
+    """It has no slots and locks nothing."""
     LOADING = "loading"
     """It has slots, which the loader fills."""
     LOADED = "loaded"
     """All layers are in its slots."""
     FAILED = "failed"
-    """Something could not be read; nobody may use its slots."""
+    """Something could not be read; its slots must not be used."""
     DROPPED = "dropped"
-    """It was given up before all layers were there."""
+    """It was given up before all layers were loaded."""
 
 
 Space: TypeAlias = tuple[str | None, str | None]
 AfterFill: TypeAlias = Callable[[Tensor], None]
 """Changes a layer's pool of keys, in slots that were just filled."""
 Read: TypeAlias = tuple[WholeSource, Tensor, AfterFill | None]
-"""What is read, the slots that get it, and what changes their keys then."""
+"""A source, the slots it is read into, and the function that then changes their keys."""
 
 
 class JobRevoked(Exception):
-    """The slots of a job were taken away: leaves the loader's work on it."""
+    """The slots of a job were taken away, so the loader stops working on it."""
 
 
 @dataclasses.dataclass(eq=False)
 class LoadJob:
-    """The tokens [start, stop) of a prompt, which are stored and to be brought into slots.
+    """Loads the stored tokens [start, stop) of a prompt into slots.
 
     Attributes:
-        store: has the tokens.
-        kv_class: of the KVs that are brought.
-        space: what keeps prompts apart: `extra_key`, with the mark of the class, and `cache_salt`.
-        tokens: int32 [stop + beyond], the prompt up to the last of them.
-        match: what is stored of these tokens, from the first.
-        behind: the stored state where they end, if there are states.
-        start: the first token; until the job is loading, what was resident when it was planned.
-        estimate: what it takes, as planned; `loads`: that is not slower than computing.
-        beyond: how many more tokens its key in SGLang's tree has.
-        waiters: requests that wait for it, as in `job_queue`; who began it comes first.
-        target: int64 [stop - start], the slots that are filled.
-        rows: int64, where pools of layers with windows have the last of them, or a state is.
-        slots: the same as `target` while they belong to the job: neither given back nor in SGLang's
-            tree.
-        hold: what keeps the tokens before `start` resident, in the terms of the pool's owner.
-        after: on an accelerator, the event after which slots may be written to.
+        store: the store with the tokens.
+        kv_class: class of the loaded KVs.
+        space: `extra_key`, with the mark of the class, and `cache_salt`; they keep prompts apart.
+        tokens: int32 [stop + beyond], the prompt up to the last loaded token.
+        match: stored spans of these tokens, from the first token of the prompt.
+        behind: the stored state at `stop`, if the model has states.
+        start: the first token; until the job is loading, the resident length when it was planned.
+        estimate: estimated times, as planned; `loads`: whether loading is no slower than computing.
+        beyond: number of additional tokens in its key in SGLang's tree.
+        waiters: requests that wait for it, as in `job_queue`; the one that started it is first.
+        target: int64 [stop - start], the slots to fill.
+        rows: int64, slots of the last tokens in pools of layers with windows, or slot of the state.
+        slots: same as `target` while the job owns them: neither freed nor in SGLang's tree.
+        hold: the lock on the tokens before `start`, as returned by the owner of the pool.
+        after: on an accelerator, the event after which slots may be written.
     """
 
     store: PrefixStore
@@ -108,24 +107,24 @@ class LoadJob:
     early: bool = False
     """Whether its slots were inserted into SGLang's tree before they were filled."""
     deadline: float = 0.0
-    """Until when a pass waits for its layers, by `time.monotonic`."""
+    """Time until which a pass waits for its layers, by `time.monotonic`."""
     gated: float = 0.0
-    """For how many seconds passes have waited for its layers."""
+    """Seconds that passes have waited for its layers."""
     error: BaseException | None = None
     layers: int = 0
-    """How many layers are in the slots, and those of a state."""
+    """Number of layers in the slots, including those of a state."""
     planned_at: float = dataclasses.field(default_factory=time.monotonic)
     began_at: float = 0.0
     reads: ReadStats = dataclasses.field(default_factory=ReadStats)
     fill_seconds: float = 0.0
-    """How long reading and restoring took, with the wait for the drive."""
+    """Seconds spent on reading and restoring, including the wait for the drive."""
     bits: float = EXACT_BITS
-    """Of an element of what was filled in."""
+    """Bits per element of the KVs that were filled in."""
     events: list[Any] = dataclasses.field(default_factory=list)
     """On an accelerator, an event after each layer."""
     stream: Any = None
     computes: ClassVar[bool] = False
-    """Whether the scheduler's thread has something to compute when all was read."""
+    """Whether the scheduler's thread has to compute something after all reads."""
 
     def __post_init__(self) -> None:
         self.revoked = False
@@ -138,7 +137,6 @@ class LoadJob:
 
     @property
     def stop(self) -> int:
-        """Where it ends."""
         return len(self.tokens) - self.beyond
 
     def __len__(self) -> int:
@@ -146,16 +144,15 @@ class LoadJob:
 
     @property
     def spans(self) -> tuple[StoredSpan, ...]:
-        """What it reads."""
         return self.match.slice(self.start, self.stop)
 
     @property
     def parts(self) -> tuple[int, int, int]:
-        """How many of its tokens are stored behind the same tokens, behind others, and nowhere."""
+        """Numbers of tokens stored after the same tokens, stored after others, and not stored."""
         return len(self), 0, 0
 
     def revoke(self) -> None:
-        """Take its slots away: from now on nothing is written to them.
+        """Take its slots away; nothing is written to them afterwards.
 
         Waits for a layer that is being written, never for the drive.
         """
@@ -178,12 +175,12 @@ class LoadJob:
                     self._written = self.stream.record_event()
 
     def _synchronize(self) -> None:
-        # Slots may be others' from now on, and an accelerator still write to them.
+        # The slots may be reused from now on, while an accelerator still writes to them.
         if self._written is not None:
             self._written.synchronize()
 
     def note_layer(self) -> None:
-        """Note that another layer is in the slots, or will be when the device has written it."""
+        """Count a layer that is in the slots, or will be once the device has written it."""
         with self._changed:
             if self._written is not None:
                 self.events.append(self._written)
@@ -191,7 +188,7 @@ class LoadJob:
             self._changed.notify_all()
 
     def end(self, state: JobState, error: BaseException | None = None) -> None:
-        """Note how the loader's work on it ended."""
+        """Set its final state, and wake the threads that wait for it."""
         self._synchronize()
         with self._changed:
             self.state, self.error = state, error
@@ -199,7 +196,7 @@ class LoadJob:
         self.done.set()
 
     def wait_for_layer(self, layer: int) -> bool:
-        """Wait until a layer is in the slots; False if it never will be, or not in time."""
+        """Wait until a layer is in the slots; False if the job ends or `deadline` passes first."""
         with self._changed:
             began = time.monotonic()
             left = self.deadline - began
@@ -208,11 +205,11 @@ class LoadJob:
             return self.layers > layer
 
     def begin_at(self, start: int) -> None:
-        """Note where it begins: behind the tokens that are resident when it gets its slots."""
+        """Set the first token: the one after those that are resident when slots are allocated."""
         self.start = start
 
     def open(self) -> WholeSource:
-        """Open what is read first, on the loader's thread.
+        """Open its first source. Thread: loader.
 
         Raises:
             PrefixUnreadable: it cannot be opened.
@@ -220,10 +217,10 @@ class LoadJob:
         return self.store.segments.open(self.spans, exact=self.kv_class.exact)
 
     def sources(self, opened: WholeSource, rows_from: int | None) -> Generator[Read, None, None]:
-        """What is read, one after the other, beginning with the source that was opened.
+        """Yield the sources to read, in order, beginning with the one that was `opened`.
 
-        Last come the layers from `rows_from` on of its last tokens (windows), or its state. Raises
-        `PrefixUnreadable` if something cannot be opened. Who takes a source closes it.
+        The last one has the layers from `rows_from` on of its last tokens (windows), or its state.
+        Raises `PrefixUnreadable` if a source cannot be opened. The caller closes each source.
         """
         assert self.target is not None
         yield opened, self.target, None
@@ -232,18 +229,18 @@ class LoadJob:
         assert self.rows is not None
         spans = self.behind or self.match.slice(self.stop - len(self.rows), self.stop)
         if any(span.segment.info.windows_from > span.start for span in spans):
-            # Another rank can go on behind fewer tokens than this one.
+            # Another rank can continue after fewer tokens than this one.
             raise PrefixUnreadable("", "its windows are gone")
         source = self.store.segments.open(spans, exact=self.kv_class.exact)
         source.layer, source.next_ahead = rows_from - 1, rows_from
         yield source, self.rows, None
 
     def unread(self, num_layers: int) -> float:
-        """The share of its reads that is left to do."""
+        """Fraction of its reads that is not done yet."""
         return max(1.0 - self.layers / num_layers, 0.0)
 
     def seconds_left(self, num_layers: int, now: float) -> float | None:
-        """How long the rest will take, judging by its layers so far; None before the first."""
+        """Estimate the remaining seconds from its layers so far; None before the first."""
         if not self.layers or not self.began_at:
             return None
         return max(num_layers - self.layers, 0) * (now - self.began_at) / self.layers
@@ -253,7 +250,7 @@ _Opened: TypeAlias = collections.deque[tuple[LoadJob, WholeSource]]
 
 
 class JobLoader:
-    """Carries out jobs, one after the other, on a thread of its own."""
+    """Runs jobs, one after the other, on a thread of its own."""
 
     def __init__(
         self,
@@ -261,34 +258,34 @@ class JobLoader:
         layers: StoredLayers,
         codec: Codec | None = None,
     ) -> None:
-        """`device`: where the pools are; `codec` restores codes, if there are some."""
+        """`device`: device of the pools; `codec` restores codes, if any."""
         self.wake = threading.Event()
         """Set when a job has ended."""
         self._layers, self._codec = layers, codec
         packed = layers.packed
-        # Layers with windows are read by themselves, and states behind all others.
+        # Layers with windows are read separately, and states after all others.
         self._windows_from = packed.first if packed is not None and packed.window else None
         self._rows_from = self._windows_from if layers.states is None else 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._asking = True
         self._measuring = False
-        # Jobs, what measures reads, and None at the end.
+        # Jobs, functions that measure reads, and None at the end.
         self._asked: queue.SimpleQueue[LoadJob | Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="impress-load", daemon=True)
         self._thread.start()
 
     def begin(self, job: LoadJob) -> None:
-        """Load a job, whose state is LOADING, after those that were begun before it."""
+        """Queue a job, whose state is LOADING, to be loaded after earlier ones."""
         self._asked.put(job)
 
     def measure(self, store: PrefixStore, spans: Sequence[StoredSpan], *, exact: bool) -> None:
-        """Read a little of some spans, unless there are jobs, to measure how fast reads are now."""
+        """Measure the current read speed on a small part of some spans, unless there are jobs."""
         if not self._measuring:
             self._measuring = True
             self._asked.put(lambda: _measure(store, spans, exact=exact))
 
     def close(self, seconds: float) -> bool:
-        """End the thread after all jobs; False if that takes more than `seconds`."""
+        """End the thread after all jobs; returns False if that takes more than `seconds`."""
         self._asked.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -302,7 +299,7 @@ class JobLoader:
                 self._load(*opened.popleft(), opened)
 
     def _open(self, opened: _Opened, *, wait: bool = False) -> None:
-        """Open what was asked for meanwhile, so that it is read ahead."""
+        """Open the jobs queued meanwhile, so that they are read ahead."""
         while self._asking and (wait or not self._asked.empty()):
             job, wait = self._asked.get(), False
             if job is None:
@@ -311,7 +308,7 @@ class JobLoader:
                 with self._failing(job):
                     job.began_at = time.monotonic()
                     if self._layers.states is not None and not job.behind:
-                        # Another rank has one where this one has none.
+                        # Another rank has a state where this one has none.
                         raise PrefixUnreadable("", "its state is gone")
                     source = job.open()
                     if self._windows_from is not None:
@@ -350,7 +347,7 @@ class JobLoader:
 
     @contextlib.contextmanager
     def _failing(self, job: LoadJob) -> Iterator[None]:
-        """End a job that something happens to."""
+        """End a job in the state that belongs to an exception inside."""
         try:
             yield
         except JobRevoked:
@@ -358,7 +355,7 @@ class JobLoader:
         except PrefixUnreadable as error:
             self._end(job, JobState.FAILED, error)
         except BaseException as bug:
-            # Answers are right without the job.
+            # Answers are correct without the job.
             logger.exception("a stored prefix could not be loaded")
             self._end(job, JobState.FAILED, bug)
 

@@ -1,7 +1,7 @@
-"""Decides which stored tokens are loaded for a request, in its class, and which are computed.
+"""Decides which stored tokens to load for a request, in its class, and which to compute.
 
-And says why: once, when a request is admitted, and only from what is known of its own namespace.
-What another tenant has stored is treated as if nobody had. A hit costs nothing; for a miss the
+Also explains the decision: once, when a request is admitted, and only from the request's own
+namespace. Segments of other tenants are treated as not stored. A hit costs nothing; for a miss the
 tokens are hashed once more.
 """
 
@@ -32,7 +32,7 @@ _UNREADY = {
 
 
 class LoadPlanner:
-    """Matches prompts with the store; on the scheduler's thread, and without a look at the disk."""
+    """Matches prompts with the store, without disk access. Thread: scheduler."""
 
     def __init__(
         self,
@@ -44,12 +44,12 @@ class LoadPlanner:
         states: bool = False,
         pairs: bool = False,
     ) -> None:
-        """`page_size`: of SGLang's pool; prefixes are used in whole pages.
+        """Prefixes are used in whole pages of `page_size` tokens, as in SGLang's pool.
 
-        `beyond`: how many tokens behind a slot's own its KVs depend on; they are stored as those of
-        the last of these, so that prompts share none where they part. `packed` are the layers
-        behind those of the pool. `states`: whether prefixes must have one where they end. `pairs`:
-        whether keys of SGLang's tree are of pairs of tokens, as with EAGLE.
+        `beyond`: number of tokens after a slot's own on which its KVs depend; they are stored as
+        those of the last of these, so that prompts share none where they differ. `packed`: layers
+        after those of the pool. `states`: whether a prefix must have a state at its end. `pairs`:
+        whether keys of SGLang's tree are pairs of tokens, as with EAGLE.
         """
         self.states, self._pairs = states, pairs
         self._service = service
@@ -79,12 +79,12 @@ class LoadPlanner:
         return StoredMatch(match.slice(self.beyond, self.beyond + self.usable(match)))
 
     def usable(self, match: StoredMatch) -> int:
-        """How many of the first tokens of a match can be used."""
+        """Return the number of leading tokens of a match that can be used."""
         usable = self.whole_pages(max(match.num_tokens - self.beyond, 0))
         if self._windows is not None:
             usable = match.with_windows(self._windows.window, self._page_size)
         if self.states:
-            # Some may be inside a page: its size was another one.
+            # A state may be inside a page, if it was stored with another page size.
             ends = self._service.store.tree.states_in(match)
             usable = next(
                 (end for end in ends if end <= usable and end == self.whole_pages(end)), 0
@@ -92,15 +92,15 @@ class LoadPlanner:
         return usable
 
     def behind(self, match: StoredMatch) -> tuple[StoredSpan, ...]:
-        """The state where a match ends, if there are states."""
+        """Return the state at the end of a match; empty if the model has no states."""
         return self._service.store.tree.state_behind(match) if self.states else ()
 
     def plan(
         self, namespace: str, space: Space, tokens: Tokens, resident_len: int, kv_class: KVClass
     ) -> LoadJob | None:
-        """A job that would load what is stored of a prompt; None if nothing is.
+        """Plan a job that loads the stored prefix of a prompt; None if too little is stored.
 
-        `tokens`: the prompt without its last token; `resident_len`: how many of them are resident.
+        `tokens`: the prompt without its last token; the first `resident_len` are resident.
         """
         match = self.match(namespace, tokens, self._service.least_of(kv_class))
         stop = match.num_tokens
@@ -117,7 +117,7 @@ class LoadPlanner:
         return LoadJob(store, kv_class, space, kept, match, resident_len, *rest)
 
     def cut(self, job: LoadJob, stop: int) -> LoadJob:
-        """The first tokens of a job that was planned; its estimate stays that of all."""
+        """Shorten a planned job to end at `stop`; its estimate stays that of all tokens."""
         match = StoredMatch(job.match.slice(0, stop))
         kept = job.tokens[: stop + job.beyond]
         return dataclasses.replace(job, tokens=kept, match=match, behind=self.behind(match))
@@ -125,10 +125,10 @@ class LoadPlanner:
     def choose(
         self, namespace: str, tokens: Tokens, resident: dict[KVClass, int], compressed: KVClass
     ) -> KVClass:
-        """Choose between the class `compressed` and exact KVs, which are taken if they cost little.
+        """Choose between the class `compressed` and exact KVs, preferred if they cost little.
 
-        It is the class with the longest resident prefix, if any has one; else that with the most
-        bits which takes hardly longer than the faster one.
+        Returns the class with the longest resident prefix, if any is long enough; otherwise the
+        one with the most bits whose time is close to that of the fastest.
         """
         classes = (KVClass(), compressed)
         longest = max(classes, key=lambda kv_class: resident.get(kv_class, 0))
@@ -154,7 +154,7 @@ class LoadPlanner:
         segments, count = self._service.store.segments, sum(map(len, spans))
         num_bytes = segments.bytes_to_read(spans, codes=not kv_class.exact)
         if self._windows is not None:
-            # Of layers with windows only the last tokens are read.
+            # Only the last tokens of layers with windows are read.
             size = functools.partial(
                 spans[0].segment.info.geometry.num_bytes, codes=not kv_class.exact
             )
@@ -177,16 +177,18 @@ class LoadPlanner:
         blend: Detail | None = None,
         admitted: bool = True,
     ) -> Why:
-        """Say what a prompt has, if anything, and why it lacks the rest, if that is long enough.
+        """Explain the prefix of a prompt, if any, and why the rest is missing, if long enough.
 
-        `report`: of its request so far; if that is not `admitted`, its prefix is what is stored of
-        it. `tokens`, int32 [n], as far as a prefix may reach; `seen` of them were asked for often
-        enough, None: not counted. `opened`: False if what was planned could not be read. `blend`:
-        why it does not blend, if it would accept that.
+        Args:
+            report: report of its request so far; unless `admitted`, its prefix is the stored one.
+            tokens: int32 [n], the tokens that a prefix may have.
+            seen: number of leading tokens requested often enough; None if not counted.
+            opened: False if the planned spans could not be read.
+            blend: why it does not blend, if it would accept that.
         """
         min_tokens, prefix = self._config.min_prefix_tokens, int(report["prefix_tokens"])
         if admitted:
-            # So few tokens are only how other prompts happen to begin.
+            # Fewer tokens are only a beginning that prompts happen to share.
             hit = hit_of(report, min(min_tokens, len(tokens) / 2))
         else:
             hit = (Reason.STORED, f"{prefix:,} tokens") if prefix else None
@@ -210,7 +212,7 @@ class LoadPlanner:
         seen: int | None,
         blend: Detail | None,
     ) -> Detail:
-        """Why no more was used than the prefix in the report."""
+        """Find out why no more tokens than the prefix in the report were used."""
         service, min_tokens, prefix = (
             self._service,
             self._config.min_prefix_tokens,
@@ -232,7 +234,7 @@ class LoadPlanner:
             if load is None:
                 return Reason.COMPUTED_TO_LEARN, f"{compute:.1f} ms at most"
             return Reason.COMPUTED_FASTER, f"{load:.1f} ms and {compute:.1f} ms"
-        # Not `store.match`, which also does work that is due.
+        # Not `store.match`, which also does pending work.
         name, quality, match = (
             store.namespace(namespace),
             self._service.least(wanted),
@@ -245,7 +247,7 @@ class LoadPlanner:
             usable = self.usable(match) if self._windows is not None or self.states else have
             return Reason.NO_STATE if usable - prefix < min_tokens else Reason.NO_BUFFERS, ""
         have = max(have, report["resident_tokens"], prefix)
-        # What was stored beyond these, and cannot be used.
+        # Tokens that are stored beyond these and cannot be used.
         known = store.tree.match(name, tokens, least=ANYTHING, only_ready=False)
         if known.num_tokens - have >= min_tokens:
             ends = itertools.accumulate(map(len, known.spans))

@@ -1,7 +1,7 @@
-"""Exports metrics to Prometheus, beside SGLang's own metrics and in their terms.
+"""Exports metrics to Prometheus, with SGLang's metrics and labels.
 
-Counters and gauges follow what `GET /impress/stats` shows, so that both say the same. They are
-updated once a second; only histograms are updated by each request.
+Counters and gauges are derived from `GET /impress/stats`, so that both agree. They are updated
+once a second; only histograms are updated by each request.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 PREFIX = "sglang:impress_"
-# Between two updates of counters and gauges.
+# Seconds between two updates of counters and gauges.
 PERIOD_SECONDS = 1.0
 WAIT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 BITS_BUCKETS = (4.0, 4.5, 5.0, 5.5, 6.0, 7.0, 8.0, 16.0)
@@ -26,10 +26,10 @@ Values: TypeAlias = Mapping[tuple[str, ...], float]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Series:
-    """One metric: its name after `PREFIX`, its labels and meaning, and where its values are.
+    """One metric: its name after `PREFIX`, its labels, its help text, and the path of its values.
 
     `path` leads to a figure of the summary, or to figures by the value of a label. If the label's
-    values are `named`, each (or what follows its "=") stands where the path has an asterisk.
+    values are `named`, each (or the part after its "=") replaces the asterisk in the path.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Series:
     help: str
 
     def read(self, summary: Summary) -> Values:
-        """The values that are known."""
+        """Return all values that are not None."""
         if self.path == "state":
             state = _find(summary, "store.health.state")
             state = "suspended" if state is None or summary["suspended"] else state
@@ -70,7 +70,7 @@ def _series(*rows: tuple[str, str, str, str, str]) -> tuple[Series, ...]:
     )
 
 
-# Of each its name, labels, path, names and meaning; see `Series`.
+# Name, labels, path, names and help text of each; see `Series`.
 # fmt: off
 COUNTERS = _series(
     ("requests_total", "path", "totals.requests_*", "ssd device computed",
@@ -143,7 +143,7 @@ GAUGES = _series(
     ("store_state", "state", "state", "", "1 for the state of the store."),
 )
 # fmt: on
-# Of requests that loaded a prefix: field of the report, name, meaning and buckets.
+# For requests that loaded a prefix: field of the report, name, help text and buckets.
 HISTOGRAMS = (
     ("wait_ms", "wait_seconds", "Waiting of a request for the drive.", WAIT_BUCKETS),
     ("load_ms", "load_seconds", "Loading of a request's prefix.", WAIT_BUCKETS),
@@ -152,7 +152,7 @@ HISTOGRAMS = (
 
 
 class ServingMetrics:
-    """The metrics of one scheduler; its thread writes to them."""
+    """Metrics of one scheduler. Thread: scheduler."""
 
     def __init__(
         self,
@@ -160,10 +160,10 @@ class ServingMetrics:
         clock: Callable[[], float] = time.monotonic,
         **registry: Any,
     ) -> None:
-        """`labels` are those SGLang gives this scheduler's metrics; `registry`: if not the default.
+        """`labels`: labels of SGLang's metrics of this scheduler; `registry`: if not the default.
 
-        Prometheus is not imported before: when imported, it decides from the environment how
-        processes share values.
+        Prometheus is imported only here: on import, it decides from the environment how processes
+        share values.
         """
         from prometheus_client import Counter, Gauge, Histogram
 
@@ -175,7 +175,7 @@ class ServingMetrics:
         self._published: dict[str, Values] = {}
 
         def metric(kind: Any, series: Series, **more: Any) -> tuple[Series, Any]:
-            # An operator may have given all metrics a label of this name: our value replaces it.
+            # An operator may have set a label of this name for all metrics: our value replaces it.
             names = list(dict.fromkeys([*labels, *series.labels]))
             return series, kind(PREFIX + series.name, series.help, names, **more, **registry)
 
@@ -187,7 +187,7 @@ class ServingMetrics:
         }
 
     def observe(self, report: Mapping[str, Any]) -> None:
-        """Observe a request that has ended, by its report; see `report.new_report`."""
+        """Observe a finished request by its report; see `report.new_report`."""
         self.has_news = True
         if report["path"] != "ssd":
             return

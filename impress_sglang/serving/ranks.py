@@ -1,25 +1,25 @@
-"""What the ranks of a model agree on, once per pass of the scheduler.
+"""The vote by which the ranks of a model agree, once per pass of the scheduler.
 
-Each rank has a scheduler, a tree of SGLang's, and a store of the heads and layers that it has.
-The schedulers run in lock step and must do the same with slots, tree and queue, or the next
-collective of the model has other shapes on one rank, and all end. Stores need not be alike: one may
-have lost a file, be slower, or still be opening. So nothing that a store, a clock, a disk or a
-thread says reaches slots, tree or queue but through the vote here, which is one vector of integers,
-of which the least of each is taken over all ranks:
+Each rank has a scheduler, a tree of SGLang's, and a store of its heads and layers. The schedulers
+run in lock step and must do the same with slots, tree and queue, or the next collective of the
+model has different shapes on one rank, and all ranks end. Stores may differ: one may have lost a
+file, be slower, or still be opening. So the state of a store, clock, disk or thread affects slots,
+tree or queue only through the vote here, a vector of integers whose minimum is taken over all
+ranks:
 
     who decides        what                                          how
     rank 0             the time; load or compute; a request's        others vote `ANY`
                        patience
-    all                how much can be restored of a prompt; which   the least
-                       jobs have ended, and well; which writes
-                       have let go of their slots
-    any                a job is slower than computing                the least
+    all                how many tokens of a prompt can be restored;  the minimum
+                       which jobs have ended, and succeeded;
+                       which writes have released their slots
+    any                a job is slower than computing                the minimum
 
-What a rank lacks is computed by all, and offered to all stores again: so they become alike.
+Tokens that a rank lacks are computed by all and offered to all stores again, which so converge.
 
-The stages of a pipeline do the same in each pass, but not at the same time: the last one goes on
-only when the first one has begun its next pass. So nobody waits for a vote of the pass that it is
-in. What is agreed on was said some passes before, of jobs, saves and plans that may be gone by now.
+The stages of a pipeline do the same in each pass, but not at the same time: the last stage
+continues only when the first one has begun its next pass. So no rank waits for a vote of the
+current pass. Results are from some passes ago, for jobs, saves and plans that may have ended since.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ ANY = 1 << 62
 _MICROSECONDS, _UNKNOWN = 1e6, -1.0
 
 Begin: TypeAlias = Callable[[Sequence[int]], Callable[[], Sequence[int]]]
-"""Vote: all ranks call it with as many numbers. What it returns waits for the least of each."""
+"""Starts a vote, with equally many numbers on all ranks; the result waits for the minima."""
 
 
 class Ranks:
-    """This rank, and how it hears from the others; all of them call each method alike."""
+    """This rank and its collective operations; all ranks call each method in the same order."""
 
     def __init__(
         self,
@@ -50,40 +50,37 @@ class Ranks:
         gather: Callable[[str], Sequence[str]] = lambda text: [text],
         batches: int = 1,
     ) -> None:
-        """`gather` returns the texts of all ranks, in order; in a pipeline, `batches` are in work
-        at a time."""
+        """`gather` returns the texts of all ranks, in order; a pipeline has `batches` in flight."""
         self.rank = rank
         self.size = size
         self.begin = begin
         self.gather = gather
         self.batches = batches
         self.copies = 1
-        """How many ranks in a row have the same heads, which the first of them writes for all."""
+        """Number of consecutive ranks with the same heads, which the first of them writes."""
         self.alone = size == 1
         self._due: list[Callable[[], None]] = []
         self._held = 0
 
     @property
     def writes(self) -> bool:
-        """Whether this rank writes its heads, and the others with them read what it wrote."""
+        """Whether this rank writes its heads; the others with the same heads read its files."""
         return self.rank % self.copies == 0
 
     def least(self, numbers: Sequence[int]) -> Sequence[int]:
-        """The least of each number over all ranks."""
+        """Return the minimum of each number over all ranks."""
         return self.begin(numbers)()
 
     def all(self, truth: bool) -> bool:
-        """Whether something is true of all ranks."""
         return truth if self.alone else bool(self.least([truth])[0])
 
     def any(self, truth: bool) -> bool:
-        """Whether something is true of some rank."""
         return not self.all(not truth)
 
     def together(self, act: Callable[[], None]) -> None:
-        """Do what all ranks do together for a message: at once, or when `holds` finds them ready.
+        """Run a collective action for a message, now or when `holds` finds all stages ready.
 
-        A stage tells the next one only when it has handled all messages of a pass.
+        A stage sends messages to the next one only after handling all messages of a pass.
         """
         if self.batches == 1:
             act()
@@ -91,9 +88,9 @@ class Ranks:
             self._due.append(act)
 
     def holds(self) -> bool:
-        """Whether no batch may begin in this pass, after its messages, because something is due.
+        """Whether no batch may begin in this pass, after its messages, because actions are pending.
 
-        That is done when all stages have seen all batches off: then one can wait for another.
+        They run when all batches have left all stages: then stages can wait for each other.
         """
         if not self._due:
             return False
@@ -110,12 +107,12 @@ ALONE = Ranks()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wish:
-    """What a rank would do for a queued request.
+    """The vote of a rank on a queued request.
 
     Attributes:
-        stop: how many of its first tokens can be restored; 0 for none.
+        stop: number of leading tokens that can be restored; 0 for none.
         loads: whether that is faster than computing them.
-        patience: seconds that computing takes; None: unknown.
+        patience: seconds that computing takes; None if unknown.
     """
 
     stop: int = 0
@@ -124,8 +121,8 @@ class Wish:
 
 
 class Agreed(NamedTuple):
-    """What all ranks do now: the wishes by plan, jobs that have ended, jobs instead of which they
-    compute, and the saves that they release."""
+    """Result of a vote: the wishes by plan, jobs that have ended, jobs to replace by computing,
+    and saves to release."""
 
     wishes: Mapping[Any, Wish] = {}
     ended: Sequence[LoadJob] = ()
@@ -134,19 +131,19 @@ class Agreed(NamedTuple):
 
 
 class Agreement:
-    """The vote of each pass; the scheduler's thread owns it. A rank alone has the only vote."""
+    """The vote of each pass. Thread: scheduler. A single rank decides alone."""
 
     def __init__(self, ranks: Ranks, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` returns seconds, of which those of rank 0 count."""
+        """`clock` returns seconds; only that of rank 0 counts."""
         self.ranks = ranks
         self._clock, self._now = clock, 0.0
-        # What a vote is on of which nothing was done yet, and how many passes ago it was.
+        # A pending vote with its subjects, and its age in passes.
         self._ballot: tuple[Any, ...] | None = None
         self._age = 0
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a vote of which nothing was done yet."""
+        """Whether a vote is pending."""
         return self._ballot is not None
 
     def now(self) -> float:
@@ -160,11 +157,11 @@ class Agreement:
         slow: Collection[LoadJob],
         saves: Sequence[Any],
     ) -> Agreed:
-        """Vote, or do what a vote has said: note how jobs have ended.
+        """Start a vote, or return the result of a pending one and set the states of its jobs.
 
-        All ranks call it in the same passes, with wishes for the same plans, and the same `jobs`,
-        which were begun. `slow`: those that take longer than computing on this rank; `saves`: those
-        that are over on this rank, up to the first one that is not.
+        All ranks call it in the same passes, with wishes for the same plans and the same `jobs`,
+        all of them started. `slow`: jobs that take longer than computing on this rank; `saves`:
+        saves that have ended on this rank, up to the first one that has not.
         """
         if self._ballot is None:
             numbers = self._votes(wishes.values(), jobs, slow, len(saves))
@@ -186,7 +183,7 @@ class Agreement:
                 if not is_whole:
                     job.state = JobState.FAILED
                 elif job.revoked:
-                    # One rank may have filled its slots before they were taken away.
+                    # A rank may have filled its slots before they were revoked.
                     job.state = JobState.DROPPED
                 ended.append(job)
             elif not is_worth:
@@ -196,7 +193,7 @@ class Agreement:
     def _votes(
         self, wishes: Iterable[Wish], jobs: Iterable[LoadJob], slow: Collection[LoadJob], saves: int
     ) -> list[int]:
-        """What this rank says of the time, saves, wishes, and jobs; see the module."""
+        """The vote of this rank on time, saves, wishes and jobs; see the module."""
         numbers = [self._decide(self._clock()), saves]
         for wish in wishes:
             loads = ANY if self.ranks.rank else int(wish.loads)
@@ -209,5 +206,5 @@ class Agreement:
         return numbers
 
     def _decide(self, seconds: float) -> int:
-        """A time as rank 0 votes; the others leave it to that."""
+        """Encode a time for the vote: rank 0 decides, the others vote `ANY`."""
         return ANY if self.ranks.rank else int(seconds * _MICROSECONDS)
