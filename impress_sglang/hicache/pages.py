@@ -7,14 +7,14 @@
     the pages, each from a block of 4 KiB on
 
 A page is read whole or not at all, so it has one checksum. A pack has the pages that were written
-together; it gets its name when all of it is on the drive.
+together; it is renamed to its final name once all of it is on the drive.
 
-Any number of processes may share a directory: packs never change, have names of their own, and a
-process looks for those of others when it misses a page. The time of a file is that of its last use;
-over all namespaces those that were not used for longest go first, also what was never finished.
+Any number of processes may share a directory: packs never change and have unique names, and a
+process looks for packs of others when it misses a page. The time of a file is that of its last use;
+the least recently used files of all namespaces are evicted first, including unfinished ones.
 
-Nothing here raises because of a disk: what cannot be read is a miss, what cannot be written is not
-stored. Reads and writes have a thread each, whose work is awaited for so many seconds only.
+Nothing here raises on disk errors: an unreadable page is a miss, an unwritable one is not stored.
+Reads and writes have a thread each; their work is awaited for a limited time.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ KEY_BYTES = 16
 _MAGIC = b"IMPRPAG\x01"
 _PREAMBLE = struct.Struct("<8sQQ16s")
 _ENTRY = struct.Struct(f"<{KEY_BYTES}sQQQ")
-# Of what a header says of itself before it is verified.
+# Bound on the page count in a header that is not verified yet.
 _MAX_PAGES = 1 << 20
-# A pack is written and evicted as a whole; one read has neighbouring pages of it.
+# A pack is written and evicted as a whole; a read covers neighbouring pages of it.
 PACK_BYTES, RUN_BYTES = 64 << 20, 32 << 20
-# Seconds between looks for packs of other processes.
+# Seconds between scans for packs of other processes.
 SCAN_SECONDS = 1.0
-# For so many seconds other processes' bytes are not counted again; and the share of the quota that
-# is evicted at once, since that looks at all files.
+# Seconds between counts of other processes' bytes; and the share of the quota that one eviction
+# frees, since it lists all files.
 COUNT_SECONDS, SLACK = 10.0, 0.02
 _T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Page:
-    """Where the bytes of a page are: in which file, from which byte on, how many, and checksum."""
+    """Location of a page: its file, offset and size, and its checksum."""
 
     pack: str
     offset: int
@@ -72,19 +72,18 @@ class Page:
 
     @property
     def stop(self) -> int:
-        """Where the next page begins."""
         return self.offset + round_up(self.size, BLOCK_BYTES)
 
 
 def pack_bytes(sizes: Sequence[int]) -> int:
-    """Bytes of a file with pages of these sizes."""
+    """Return the size of a file with pages of these sizes."""
     return _header_bytes(len(sizes)) + sum(round_up(size, BLOCK_BYTES) for size in sizes)
 
 
 def _fill_pack(
     view: memoryview, pack: str, identity: bytes, pages: Mapping[bytes, memoryview]
 ) -> dict[bytes, Page]:
-    """Fill memory of `pack_bytes` with a pack; returns where its pages are."""
+    """Fill memory of `pack_bytes` with a pack; returns its pages."""
     at, packed = _header_bytes(len(pages)), dict[bytes, Page]()
     for key, content in pages.items():
         page = Page(pack, at, len(content), xxhash.xxh3_64_intdigest(content))
@@ -102,7 +101,7 @@ def _fill_pack(
 
 
 def _read_pack(files: FileSystem, path: Path, identity: bytes) -> dict[bytes, Page]:
-    """The pages of a pack; `ValueError` if it is damaged, or of other weights."""
+    """Read the pages of a pack; `ValueError` if it is damaged, or of other weights."""
     preamble = bytearray(_PREAMBLE.size)
     try:
         with files.opened(path, os.O_RDONLY) as descriptor:
@@ -130,11 +129,11 @@ def _digest(count: int, body: bytes) -> int:
 
 
 _Run = list[tuple[int, Page]]
-"""Neighbouring pages of a pack, each with its place among those wanted."""
+"""Neighbouring pages of a pack, each with its index among the requested ones."""
 
 
 class PageStore:
-    """Pages by keys of 16 bytes; may be used by several threads."""
+    """Pages by keys of 16 bytes; thread-safe."""
 
     def __init__(
         self,
@@ -146,10 +145,10 @@ class PageStore:
         patience: float = 30.0,
         files: FileSystem | None = None,
     ) -> None:
-        """Find what is stored for an `identity`, 32 hex digits for all that pages depend on.
+        """Find the pages of an `identity`, 32 hex digits for everything that pages depend on.
 
-        Of all namespaces in `ssd_dir`, bytes above `ssd_bytes` are evicted, and `min_free_bytes` of
-        the file system stay free. After `patience` seconds a disk counts as stopped. Raises
+        Bytes above `ssd_bytes`, over all namespaces in `ssd_dir`, are evicted, and `min_free_bytes`
+        of the file system stay free. After `patience` seconds a disk counts as stopped. Raises
         `ConfigError` if the directory cannot be used.
         """
         self._files = files or installed()
@@ -178,7 +177,7 @@ class PageStore:
             return [key in self._index for key in keys]
 
     def leading(self, keys: Sequence[bytes]) -> int:
-        """How many of the first pages are stored and can be read."""
+        """Count the leading pages that are stored and can be read."""
         if not self._usable(reading=True):
             return 0
         has = self.has(keys)
@@ -188,14 +187,14 @@ class PageStore:
         return [*has, False].index(False)
 
     def get(self, keys: Sequence[bytes], put: Callable[[int, memoryview], None]) -> list[bool]:
-        """Read pages; `put` gets the places of those that are whole, and their bytes.
+        """Read pages; `put` gets the indices of the intact ones, and their bytes.
 
         Returns for each page whether it was read.
         """
         done = [False] * len(keys)
         with self._reading:
             begun: tuple[_Run, Future[dict[int, memoryview] | None]] | None = None
-            # Each run is read while the one before it is put.
+            # Each run is read while the previous one is put.
             for number, run in enumerate([*self._runs(keys), None]):
                 earlier, begun = begun, None
                 if run is not None and self._usable(reading=True):
@@ -207,7 +206,7 @@ class PageStore:
         return done
 
     def set(self, keys: Sequence[bytes], content: Callable[[int], memoryview | None]) -> list[bool]:
-        """Store pages that are not stored; `content` of a place is asked for only then.
+        """Store pages that are not stored; `content` of an index is requested only then.
 
         It may be None: that page is not stored. Returns for each page whether it is stored now.
         """
@@ -225,8 +224,6 @@ class PageStore:
         return self.has(keys)
 
     def clear(self) -> None:
-        """Remove all pages of this namespace."""
-
         def clear() -> None:
             for name in self._files.list(self._folder):
                 self._remove(self._folder / name)
@@ -234,7 +231,7 @@ class PageStore:
         self._await(self._writer.submit(clear), "packs cannot be removed", reading=False)
 
     def close(self) -> None:
-        """End the threads; work that does not end in time is left behind."""
+        """End the threads; work that does not end in time is abandoned."""
         for thread in (self._reader, self._writer):
             thread.close(self._patience)
 
@@ -257,14 +254,14 @@ class PageStore:
     def _taken(
         self, run: _Run, read: Future[dict[int, memoryview] | None]
     ) -> dict[int, memoryview]:
-        """What is whole of a run that is being read; its pack is given up unless all is."""
+        """Return the intact pages of a run that is being read; unless all are, drop its pack."""
         pack = run[0][1].pack
         whole = self._await(read, f"pack {pack} cannot be read", reading=True)
         if whole is not None and len(whole) == len(run):
             return whole
         self._give_up(pack)
         if whole is None:
-            # A thread may still write to them.
+            # The thread may still write to them.
             self._in = AlignedBuffer(), AlignedBuffer()
             return {}
         logger.warning("pack %s fails a checksum and is removed; its pages are computed", pack)
@@ -284,7 +281,7 @@ class PageStore:
             self._add(name, packed)
 
     def _usable(self, *, reading: bool) -> bool:
-        """Whether the disk can be read, or written; begins and ends probes of one that failed."""
+        """Whether the disk can be read, or written; begins and ends probes of a failed disk."""
         with self._lock:
             if self._probes and all(probe.done() for probe in self._probes):
                 errors = [probe.exception() for probe in self._probes]
@@ -301,7 +298,7 @@ class PageStore:
         try:
             return future.result(self._patience)
         except Exception as error:
-            # Whatever the error is, answers are right without these pages.
+            # Whatever the error, answers are right without these pages.
             self.health.failed(what, error, reading=reading)
             return None
 
@@ -311,21 +308,21 @@ class PageStore:
             self._index.update(pages)
 
     def _give_up(self, pack: str) -> None:
-        """Find the pages of a pack no more, although it may be there."""
+        """Stop serving the pages of a pack, although its file may exist."""
         self._forget(pack)
         self._add(pack, {})
 
     def _forget(self, pack: str) -> None:
         with self._lock:
             for key in self._packs.pop(pack, ()):
-                # Another pack had it as well, if it is not there.
+                # Otherwise, another pack had the key as well.
                 if (page := self._index.get(key)) is not None and page.pack == pack:
                     del self._index[key]
 
-    # On the threads.
+    # On the reader and writer threads.
 
     def _scan(self) -> None:
-        """Take in packs of other processes, and forget those that are gone."""
+        """Add packs of other processes, and forget packs that were removed."""
         self._scanned_at = time.monotonic()
         with self._lock:
             indexed = set(self._packs)
@@ -342,11 +339,11 @@ class PageStore:
                 self._give_up(pack)
 
     def _read(self, run: _Run, buffer: AlignedBuffer) -> dict[int, memoryview] | None:
-        """What is whole of a run, by its place; None if another process has evicted it."""
+        """Return the intact pages of a run, by index; None if another process has evicted it."""
         first, last = run[0][1], run[-1][1]
         view, whole = buffer.view(last.stop - first.offset), dict[int, memoryview]()
         flags = os.O_RDONLY | (os.O_DIRECT if self._direct else 0)
-        # What was read wrong once may be right on the disk.
+        # A wrong read may be right on the disk.
         for _ in range(2):
             try:
                 with self._files.opened(self._folder / first.pack, flags) as descriptor:
@@ -377,7 +374,7 @@ class PageStore:
         return True
 
     def _make_room(self, needed: int) -> bool:
-        """Evict files of any namespace until so many bytes fit; False if they cannot."""
+        """Evict files of any namespace until `needed` bytes fit; False if they cannot."""
         free = self._files.free_bytes(self._folder) - self._min_free
         fresh = time.monotonic() - self._counted_at < COUNT_SECONDS
         if fresh and self._held + needed <= self._quota and needed <= free:

@@ -1,4 +1,4 @@
-"""A request that runs with a part of a stored prefix; each layer is probed, selected and loaded."""
+"""A request that runs with a part of a stored prefix; probes, selects and loads in each layer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Scorer = Callable[..., Tensor]
 class StoredRequest:
     """A request that runs with `k` tokens of a stored prefix of `m` tokens.
 
-    If k < m, its row begins with an offset, and attention sees only what comes after it:
+    If k < m, its row begins with an offset, and attention sees only the slots after it:
 
         |<- start = m - k ->|<- resident ->|<- k ->|<- new ... ->|
 
@@ -37,8 +37,8 @@ class StoredRequest:
     below `layers_loaded` are in them, or zeros if the request has `failed`.
 
     With probe heads (IMPRESS 4.3) a layer uses the tokens that most of them chose, if their sets
-    are more alike than t = j**alpha. Else, and without probe heads (AS+H2O), all keys are read, and
-    each KV head takes its own top k.
+    are more alike than t = j**alpha. Otherwise, and without probe heads (AS+H2O), all keys are
+    read, and each KV head uses its own top k.
     """
 
     shape: KVShape
@@ -51,17 +51,17 @@ class StoredRequest:
     report: dict[str, Any]
     layers_loaded: int = 0
     loading: bool = True  # the source is open
-    failed: bool = False  # they could not be loaded: SGLang drops what its pass computes
+    failed: bool = False  # not loadable: SGLang drops the results of its pass
     adopted: bool = False  # its slots belong to SGLang's tree
 
     @property
     def k(self) -> int:
-        """Tokens of the stored prefix that each layer uses."""
+        """Number of tokens of the stored prefix that each layer uses."""
         return len(self.slots)
 
     @property
     def start(self) -> int:
-        """First entry of the row that attention sees; 0: all of the prefix is used."""
+        """First entry of the row that attention sees; 0 if all of the prefix is used."""
         return self.num_tokens - self.k
 
     def load(
@@ -75,10 +75,10 @@ class StoredRequest:
     ) -> Tensor:
         """Fill its slots of pools [rows, G, D] with the tokens that a layer uses; layers ascend.
 
-        Slot j of a head gets that head's own j-th token. `queries` [n, Hq, D] and `new_keys`
-        [n, G, D] are those of the new tokens, after rotation. If it raises `PrefixUnreadable`, what
-        is in the slots is undefined. Returns int64 [head groups, u] on the CPU, ascending: the
-        tokens that the heads of each head group use.
+        Slot j of a head gets that head's j-th token. `queries` [n, Hq, D] and `new_keys` [n, G, D]
+        are those of the new tokens, after rotation. If it raises `PrefixUnreadable`, the content of
+        the slots is undefined. Returns int64 [head groups, u] on the CPU, ascending: the tokens
+        that the heads of each head group use.
         """
         shape, source, k = self.shape, self.source, self.k
         probe, all_keys, sets, scores = None, None, None, None
@@ -137,7 +137,7 @@ class StoredRequest:
             self.report[field] = round(self.report[field] + took, 3)
 
     def fail(self, error: Exception) -> None:
-        """Give up a prefix that cannot be loaded; an unreadable segment is forgotten."""
+        """Give up a prefix that cannot be loaded, and report an unreadable segment."""
         logger.warning("the stored prefix of a request cannot be loaded: %s", error)
         self.failed = True
         self.end_loading()
@@ -145,7 +145,7 @@ class StoredRequest:
             self.store.report(error)
 
     def end_layer(self) -> None:
-        """Note that the next layer is in its slots; after the last one, end loading."""
+        """Count a layer as loaded; after the last one, end loading."""
         if self.loading:
             self.source.end_layer(self.layers_loaded)
         self.layers_loaded += 1
@@ -153,26 +153,26 @@ class StoredRequest:
             self.end_loading()
 
     def end_loading(self) -> None:
-        """Close the source, if it is open, and report what was read."""
+        """Close the source, if it is open, and report its reads."""
         if self.loading:
             self.loading = False
-            # What was read ahead is counted then.
+            # This counts the reads ahead.
             self.store.close_source(self.source)
             self.report.update(bits_mean=EXACT_BITS, **self.source.stats.as_dict())
 
 
 def probe_scorer(keys: Tensor) -> Scorer:
-    """On a GPU kernels, which never write the weights to memory, and wait for nothing."""
+    """On a GPU, return kernels that never write the weights to memory and do not synchronize."""
     if not keys.is_cuda:
         return column_sums
-    # Imported only where it is used: Triton is not needed on a CPU.
+    # Imported here, as a CPU does not need Triton.
     from impress_sglang.triton import scores
 
     return scores.column_sums
 
 
 def _joined(probe: Tensor | None, others: Tensor | None) -> Tensor:
-    """Join the keys of probe heads, which are the first, and of others: [rows, G, Dk]."""
+    """Join the keys of probe heads, which come first, and of other heads: [rows, G, Dk]."""
     parts = [part for part in (probe, others) if part is not None]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 

@@ -1,4 +1,4 @@
-"""The store of a server that loads within a pass: parts of prefixes, and reordered segments."""
+"""Store of a server that loads within passes: parts of prefixes, and reordered segments."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 class Rewrite(NamedTuple):
     """A segment that is being rewritten: its `old` file, and the description of the new one.
 
-    The result is the expected share of wanted rows of each new chunk, float64 [chunks].
+    The result is the expected share of needed rows of each new chunk, float64 [chunks].
     """
 
     stored: StoredSegment
@@ -46,16 +46,15 @@ class Rewrite(NamedTuple):
 
 
 class PartStore(PrefixStore):
-    """A store that knows which tokens of its segments matter, and rewrites these by that.
+    """A store that tracks which tokens of its segments matter, and reorders segments by that.
 
-    The store's thread makes the quick decisions. Finding the order and writing are done on a thread
-    of their own, one segment after the other. Memory is bounded by two layers of one segment.
+    The scheduler thread makes the quick decisions. A separate thread computes orders and writes,
+    one segment after the other. Memory is bounded by two layers of one segment.
     """
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        """See `PrefixStore`."""
         super().__init__(*arguments, **keywords)
-        # Seconds between looks for segments to rewrite; 0 for none.
+        # Seconds between searches for segments to rewrite; 0 for none.
         self._interval = self._config.reorder_interval
         self._reorders = make_policy(self._config).reorders
         self._counts = dict.fromkeys(("segments", "failed", "without_space", "bytes_written"), 0)
@@ -63,13 +62,13 @@ class PartStore(PrefixStore):
         self._rewriter = BackgroundThread("impress-reorder", compute_alone)
         self._queue: collections.deque[StoredSegment] = collections.deque()
         self._job: Rewrite | None = None
-        # Segments that were read since the last look.
+        # Segments that were read since the last search.
         self._read: dict[str, None] = {}
 
     def open_part(self, match: StoredMatch, start: int, stop: int, *, whole: bool) -> PartSource:
         """Open a source for the tokens [start, stop) of a match; `close_source` closes it.
 
-        `whole`: all of them will be read. It raises as `OpenSegments.open`.
+        `whole`: all of them will be read. Raises as `OpenSegments.open`.
         """
         spans, places = match.slice(start, stop), (self._memory.pool, self.cache)
         self.tree.touch(match)
@@ -88,10 +87,10 @@ class PartStore(PrefixStore):
         return history
 
     def expected_bytes(self, spans: Sequence[StoredSpan], retention: float) -> float:
-        """Bytes that a request for a part of some spans is expected to read from SSD.
+        """Return the bytes that a request for a part of some spans is expected to read from SSD.
 
-        A block is read if any of its rows is. Where tokens stand in the order of importance, what
-        is wanted of a layer stands together.
+        A block is read if any of its rows is. In reordered segments, the needed rows of a layer are
+        adjacent.
         """
         total, shape = 0.0, self._shape
         for span in spans:
@@ -112,13 +111,13 @@ class PartStore(PrefixStore):
         return total
 
     def close_source(self, source: StoredSource) -> None:
-        """See `PrefixStore.close_source`; a rewrite of what was read may pay now."""
+        """See `PrefixStore.close_source`; its segments may now be worth a rewrite."""
         super().close_source(source)
         if self._reorders:
             self._read.update(dict.fromkeys(source.segment_ids))
 
     def leave_disk(self) -> None:
-        """See `PrefixStore.leave_disk`; a running rewrite is finished, unless that takes longer."""
+        """See `PrefixStore.leave_disk`; waits up to `io_timeout` for a running rewrite."""
         try:
             self.writes.drain()
             self._queue.clear()
@@ -129,7 +128,7 @@ class PartStore(PrefixStore):
 
     @property
     def rewrites(self) -> dict[str, int]:
-        """Counters for the statistics page; `pending` segments are being rewritten or wait."""
+        """Counters for the statistics page; `pending` counts queued and running rewrites."""
         return {"pending": len(self._queue) + (self._job is not None), **self._counts}
 
     def _take(self) -> None:
@@ -145,10 +144,10 @@ class PartStore(PrefixStore):
                 self.report(error)
 
     def enqueue_rewrites(self, *, force: bool = False) -> int:
-        """Queue recently read segments that may pay; with `force`, all with selected tokens.
+        """Queue recently read segments worth a rewrite; with `force`, all with selected tokens.
 
-        A rewrite may pay once more bytes were read of selected tokens, since the segment got its
-        order, than its file has; then twice as many, and so on, for later orders change less.
+        A rewrite is worth it once more bytes of selected tokens were read, since the segment got
+        its order, than its file has; then twice as many, and so on, as later orders change less.
         Returns how many are queued; 0 for a policy that does not reorder.
         """
         if not self._reorders:
@@ -157,11 +156,11 @@ class PartStore(PrefixStore):
         waiting = {segment.segment_id for segment in self._queue}
         if self._job is not None:
             waiting.add(self._job.old.segment_id)
-        # Looking at all segments would take longer the more are stored.
+        # Only recently read segments, so that the time does not grow with the store.
         for segment in self.tree.segments() if force else map(self.tree.get, self._read):
             if segment is None or segment.segment_id in waiting or not segment.ready:
                 continue
-            # Other servers' are theirs.
+            # Other servers rewrite their own.
             if segment.home is not None:
                 continue
             if (history := segment.history) is None or not history.accesses.any():
@@ -174,9 +173,9 @@ class PartStore(PrefixStore):
     def _begin_rewrites(self) -> None:
         """Begin a rewrite if none is running, and its file fits beside all others.
 
-        Files that are still being removed count as gone. A rewrite does not queue behind their
-        removal, so it waits if it needs their room. It raises `PrefixUnreadable` if a segment
-        cannot be opened.
+        Files that are still being removed count as removed. A rewrite does not queue behind their
+        removal, so it waits if it needs their room. Raises `PrefixUnreadable` if a segment cannot
+        be opened.
         """
         quota, removing = self.quota, self.worker.removing_bytes
         if self._interval and time.monotonic() >= self._next_look:
@@ -184,7 +183,7 @@ class PartStore(PrefixStore):
         while self._queue and self._job is None:
             segment = self._queue[0]
             current = self.tree.get(segment.segment_id) is segment and segment.ready
-            # With mapping lists, a file is longer than the first one of the same tokens.
+            # Mapping lists make a file longer than the original one.
             info = dataclasses.replace(segment.info, generation=segment.info.generation + 1)
             file_bytes = info.layout().file_bytes
             fits = quota.has_room(file_bytes)
@@ -197,7 +196,7 @@ class PartStore(PrefixStore):
             self._counts["without_space"] += current and not fits
 
     def _begin_rewrite(self, stored: StoredSegment, info: SegmentInfo) -> None:
-        # Where others branch off.
+        # Tokens where other segments branch off.
         places = (at - info.prefix_len for at in stored.children if at < stored.stop)
         history, starts = self._history(stored), [0, *sorted(places)]
         job = stored, self.segments.acquire(stored), info
@@ -213,7 +212,7 @@ class PartStore(PrefixStore):
         order_key: Float32s,
         starts: list[int],
     ) -> Floats:
-        """Write and publish the new file, with the age of the old one, on the thread."""
+        """Write and publish the new file, with the age of the old one. Thread: rewriter."""
         directory = self._disk.directory
         mapping = mapping_lists(order_key, starts)
         try:
@@ -240,7 +239,7 @@ class PartStore(PrefixStore):
         return chunk_shares(average, mapping, info.layout())
 
     def _end_rewrite(self) -> None:
-        """Act on the end of the running rewrite, if it has ended."""
+        """Handle the end of the running rewrite, if it has ended."""
         if self._job is None or not self._job.shares.done():
             return
         (stored, old, info, shares), self._job = self._job, None
@@ -254,7 +253,7 @@ class PartStore(PrefixStore):
             self.quota.budget.spend(new_bytes)
             self.health.free_bytes -= new_bytes - old_bytes
             self.stats.bytes_written += new_bytes
-            # The old version was read to the end, so what was written from it is verified.
+            # The old version was read to the end, so the new one is verified.
             self.health.suspects.pop(stored, None)
             stored.state = SegmentState.READY
             self.worker.delete({old_id: old_bytes})
@@ -263,7 +262,7 @@ class PartStore(PrefixStore):
             self._counts["segments"] += 1
             self._counts["bytes_written"] += new_bytes
             return
-        # Perhaps the file is published already, or could not be removed.
+        # The file may be published already, or its removal may have failed.
         self.worker.delete({new_id: new_bytes})
         if error is None or isinstance(error, WriteAbandoned):
             return
@@ -278,7 +277,7 @@ class PartStore(PrefixStore):
 def _decode_layer(
     layout: SegmentLayout, memory: memoryview, mapping: MappingLists | None
 ) -> tuple[Tensor, Tensor]:
-    """Keys [t, G, Dk] and values [t, G, Dv] in logical order, copied out of a layer's columns."""
+    """Copy keys [t, G, Dk] and values [t, G, Dv], in logical order, out of a layer's columns."""
     shape, flat = layout.shape, torch.frombuffer(memory, dtype=torch.uint8)
     keys = torch.empty(layout.num_tokens, shape.num_kv_heads, shape.key_dim, dtype=shape.dtype)
     values = keys.new_empty(layout.num_tokens, shape.num_kv_heads, shape.value_dim)

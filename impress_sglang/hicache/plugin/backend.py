@@ -1,11 +1,10 @@
-"""The class that HiCache makes: pages of its host pools, by its hashes, in a `PageStore`.
+"""HiCache's storage backend: pages of its host pools, by its hashes, in a `PageStore`.
 
-HiCache tells its backends a model's name, which says nothing of the weights. So the scheduler is
-noted before it builds HiCache, and its messages are watched as for a store of ours: from the first
-change of weights until HiCache is empty, pages are neither read nor written.
+HiCache gives its backends a model name, which does not identify the weights. So the scheduler is
+remembered before it builds HiCache, and its messages are watched as for a store of ours: from the
+first change of weights until HiCache is empty, pages are neither read nor written.
 """
 
-# What methods do is said in SGLang's class.
 from __future__ import annotations
 
 import functools
@@ -47,7 +46,7 @@ logger = logging.getLogger(__name__)
 _FORMAT = 1
 _SGLANGS = {"backend_name", "module_path", "class_name", "interface_v1"}
 _OPTIONS = {"ssd_dir", "ssd_gb", "min_free_gb", "io_timeout"}
-# Which axis of [2, layers, tokens, heads, dim] comes when in a page, and the other way round.
+# Order of the axes of [2, layers, tokens, heads, dim] in a page; each is its own inverse.
 _AXES = {
     "layer_first": (0, 1, 2, 3, 4),
     "page_first": (0, 2, 1, 3, 4),
@@ -56,15 +55,15 @@ _AXES = {
 
 
 class _Pool:
-    """A host pool of HiCache's: what its pages are called, and their bytes.
+    """A host pool of HiCache's: the keys of its pages, and their bytes.
 
-    Few bits are the codes that any model has (`codes.groups`). HiCache does not say which page
-    begins a sequence, nor what queries look at: the first tokens of each page, which may be
-    attention sinks, are kept as they are, and all channels count alike.
+    Few bits are the codes that need no basis (`codes.groups`). HiCache does not tell which page
+    begins a sequence, nor which queries attend to it: the first tokens of each page, which may be
+    attention sinks, are kept exactly, and all channels count alike.
     """
 
     def __init__(self, pool: Any, name: str, rank: str, bits: float | None = None) -> None:
-        """`bits` per element of each page, or `UnsupportedError`; None: as they are."""
+        """`bits` per element of each page, or `UnsupportedError`; None: exact pages."""
         self.pool = pool
         page = pool.get_dummy_flat_data_page()
         self.page_bytes, self._dtype, self._codes = page.nbytes, page.dtype, None
@@ -89,9 +88,9 @@ class _Pool:
         self._salt = repr((str(name), *map(str, form), *map(str, place))).encode()
 
     def encode(self, page: Tensor) -> memoryview | None:
-        """The bytes to store of a page; None if it has no codes."""
+        """Return the bytes to store of a page; None if it cannot be coded."""
         if self._codes is not None:
-            # On a thread of HiCache's, beside the model.
+            # On a thread of HiCache's, parallel to the model.
             compute_alone()
             form = [self._shape[axis] for axis in self._axes]
             kvs = page.view(form).permute(self._axes)
@@ -105,7 +104,7 @@ class _Pool:
         return memoryview(page.contiguous().view(-1).view(torch.uint8).numpy())
 
     def decode(self, content: memoryview) -> Tensor:
-        """The flat page that stored bytes stand for."""
+        """Return the flat page of stored bytes."""
         if self._codes is None:
             return torch.frombuffer(content, dtype=self._dtype)
         page = torch.empty(self._shape, dtype=self._dtype)
@@ -121,7 +120,7 @@ class _Pool:
         return page.permute(self._axes).flatten()
 
     def keys(self, hashes: Sequence[str]) -> list[bytes]:
-        """Of pages that have this form."""
+        """Return the keys of pages in this pool's format."""
         return [
             hashlib.blake2b(digest.encode() + self._salt, digest_size=KEY_BYTES).digest()
             for digest in hashes
@@ -131,11 +130,11 @@ class _Pool:
 class ImpressStorage(HiCacheStorage):
     """A backend of SGLang's HiCache; see its class for the methods.
 
-    Disks raise nothing here: what cannot be read is a miss, and HiCache's prefix ends there.
+    Disk errors raise nothing here: an unreadable page is a miss, and ends HiCache's prefix.
     """
 
     def __init__(self, storage_config: Any, _: Any = None) -> None:
-        """Find the pages of the weights that this server has."""
+        """Find the pages of this server's weights."""
         extra = dict(storage_config.extra_config or {})
         self._bits = extra.pop("bits", None)
         if self._bits not in (None, *BITS):
@@ -170,8 +169,7 @@ class ImpressStorage(HiCacheStorage):
         self._weights.attach(self)
 
     def open_pages(self, identity: str) -> PageStore:
-        """The pages of the weights of an identity."""
-        # The ranks of a model with MLA have the same pages, which the first of them writes.
+        # All ranks of a model with MLA have the same pages, which the first one writes.
         rank = 0 if self._storage_config.is_mla_model else self._storage_config.tp_rank
         name = f"{_FORMAT} {identity[:-4]} {rank}"
         return PageStore(
@@ -285,9 +283,9 @@ class ImpressStorage(HiCacheStorage):
         kind: str,
         move: Callable[[PageStore, list[bytes], list[int]], list[bool]],
     ) -> list[bool]:
-        """Which pages were moved; none unless there are slots for each of them.
+        """Return which pages were moved; none unless each of them has slots.
 
-        SGLang's metrics of this `kind` are told how many, at how many GB/s.
+        SGLang's metrics of this `kind` record their number, and the GB/s.
         """
         pages, size = self._weights.pages, pool.pool.page_size
         if pages is None or host_indices is None or host_indices.numel() != len(hashes) * size:
@@ -306,7 +304,7 @@ _guard: Weights | None = None
 
 
 class Weights:
-    """The identity of a scheduler's weights, and why pages are set aside, if they are."""
+    """The identity of a scheduler's weights, and why pages are suspended, if they are."""
 
     def __init__(self, scheduler: Any) -> None:
         """`scheduler` is SGLang's, which need not be complete."""
@@ -318,7 +316,7 @@ class Weights:
 
     @functools.cached_property
     def context(self) -> Any:
-        """What else is taken from SGLang's `TreeCacheBuildContext`."""
+        """The parts of SGLang's `TreeCacheBuildContext` that are needed."""
         group = get_dp_tp_group()
         return SimpleNamespace(
             tp_worker=self._scheduler.tp_worker,
@@ -330,7 +328,7 @@ class Weights:
         )
 
     def read(self) -> str:
-        """The identity of the current weights, which all ranks have to read together."""
+        """Read the identity of the current weights; all ranks must do so together."""
         drafts = draft_runners(self._scheduler.tp_worker)
         return identity_of_rank(
             ranks_of(self.context), lambda: identity_of(self.context, "HiCache", drafts)
@@ -342,18 +340,17 @@ class Weights:
         return None if self.aside is not None else self._pages
 
     def attach(self, backend: ImpressStorage) -> None:
-        """Open the pages of these weights, and then of those that follow, by HiCache's backend."""
+        """Open the pages of these weights, and later of new ones, for HiCache's backend."""
         self.identity = self.identity or self.read()
         self._backend, self._pages = backend, backend.open_pages(self.identity)
 
     def detach(self) -> None:
-        """Close the pages."""
         pages, self._pages, self._backend = self._pages, None, None
         if pages is not None:
             pages.close()
 
     def watch(self) -> None:
-        """Set pages aside while weights change, for a scheduler that is complete."""
+        """Suspend pages while weights change, for a complete scheduler."""
         ranks = ranks_of(self.context)
         watch = WeightWatch(self, self.read, lambda: None, self._is_empty, ranks)
         watch_messages(self._scheduler, watch)
@@ -378,12 +375,12 @@ class Weights:
             logger.error("pages of the new weights are not used: %s", error)
 
     def use_again(self) -> None:
-        """Read and write pages again: all KVs of HiCache belong to `identity`."""
+        """Resume reads and writes: all KVs of HiCache belong to `identity`."""
         self.aside = None
 
     def _flush(self, flush: Callable[[], bool], watch: WeightWatch, ranks: Ranks) -> bool:
         flushed = flush()
-        # Identities are read together, or not at all.
+        # All ranks read identities together, or none does.
         if ranks.all(flushed and self._is_empty()):
             watch.flushed()
         return flushed
@@ -397,7 +394,7 @@ class Weights:
 
 
 def remember_scheduler(scheduler: Any) -> Weights:
-    """Note the scheduler of this process, before it builds HiCache."""
+    """Remember the scheduler of this process, before it builds HiCache."""
     global _guard
     _guard = Weights(scheduler)
     return _guard

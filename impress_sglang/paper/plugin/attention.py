@@ -1,7 +1,7 @@
-"""Attention that loads the prefixes of requests, layer by layer, and begins rows at an offset.
+"""Attention that loads the prefixes of requests, layer by layer, and starts rows at an offset.
 
-A prefix is put into slots of the pool before a layer attends. So a backend must read the KVs of a
-row's earlier tokens in that layer, in the slots that `req_to_token` had when it was prepared.
+A prefix is loaded into slots of the pool before a layer attends. So a backend must read the KVs of
+a row's earlier tokens in that layer, in the slots that `req_to_token` had when it was prepared.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from impress_sglang.plugin.rectangular import extend_rows
 class PrefixAttention(AttentionBackend):
     """Loads what each layer uses of the stored prefixes of a batch; mixed into SGLang's backends.
 
-    It subclasses `AttentionBackend` because Python lets an object change only to a class with the
-    same layout.
+    It subclasses `AttentionBackend`, as Python lets an object change only to a class with the same
+    layout.
     """
 
     _live: Mapping[str, StoredRequest]
     _fail: Callable[[str], None]
     _pool: Any
     _starts: list[int]
-    """Where each row of the batch begins."""
+    """First entry of each row of the batch."""
     _loading: list[tuple[str, StoredRequest, slice]]
-    """Requests of an extend with a stored prefix, and which rows their new tokens are."""
+    """Requests of an extend with a stored prefix, and the rows of their new tokens."""
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Note which requests have a stored prefix, and where their rows start, then plan."""
+        """Find requests with a stored prefix, and where their rows start, then plan."""
         # SGLang's warm-up batches have no requests; rows of beams, which use no store, come last.
         rids = list[Any](forward_batch.rids or ())
         rids += [None] * (len(forward_batch.seq_lens) - len(rids))
@@ -56,7 +56,6 @@ class PrefixAttention(AttentionBackend):
         self._plan(forward_batch)
 
     def _plan(self, forward_batch: Any) -> None:
-        """Prepare a batch as SGLang does."""
         super().init_forward_metadata(forward_batch)
 
     def forward(
@@ -75,7 +74,7 @@ class PrefixAttention(AttentionBackend):
                 self._load_layer(rid, request, new, q, k, layer, forward_batch)
         with contextlib.ExitStack() as stack:
             for _, request, _ in self._loading:
-                # On an accelerator only the time of the launch.
+                # On an accelerator, this is the time of the launch only.
                 stack.enter_context(request.timed("attention_ms"))
             output: Tensor = super().forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
             return output
@@ -109,20 +108,20 @@ class PrefixAttention(AttentionBackend):
                 request.fail(error)
                 self._fail(rid)
         if request.failed:
-            # The row stays in the pass to its end and must not bring NaN into it.
+            # The row stays in the pass to its end, and must not introduce NaN.
             keys.index_fill_(0, request.slots, 0)
             values.index_fill_(0, request.slots, 0)
         request.end_layer()
 
 
 class ImpressTorchNativeBackend(PrefixAttention, TorchNativeAttnBackend):
-    """torch_native with rectangular attention, over each row from its start on."""
+    """torch_native with rectangular attention, over each row from its start."""
 
     def _run_sdpa_forward_extend(self, *where: Any, **named: Any) -> Tensor:
         return extend_rows(self._starts, *where, **named)
 
     def _run_sdpa_forward_decode(self, *where: Any, **named: Any) -> Tensor:
-        # An extend of each row by one token that sees all of it.
+        # Extend each row by one token that sees all of it.
         *tensors, lengths, encoder_lens = where
         ones, named["causal"] = torch.ones_like(lengths), True
         tensors += [lengths, lengths - ones, ones, encoder_lens]

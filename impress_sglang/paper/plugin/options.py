@@ -1,4 +1,4 @@
-"""What a server that loads within a pass needs of SGLang's options: chosen for it, or refused."""
+"""SGLang options of a server that loads within passes: chooses them, or refuses them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 
-# The attention backends whose rows can start at an offset.
+# Attention backends whose rows can start at an offset.
 BACKENDS = ("torch_native", "triton")
-# That of a device if none is asked for and SGLang's own choice is another one.
+# Defaults by device, if none is requested and SGLang's default is not supported.
 DEFAULT_ATTENTION = {"cpu": "torch_native", "cuda": "triton"}
-# What SGLang logs as the cause of what is declared here.
+# Logged by SGLang as the source of our declarations.
 CHOSEN_BY = "impress"
 
 logger = logging.getLogger(__name__)
 
 
 def choose_attention(server_args: Any) -> None:
-    """Choose a backend if none was asked for, and SGLang's own choice is not supported."""
+    """Choose a backend if none was requested, and SGLang's default is not supported."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.arg_groups.overrides import (
         declare_resolution,
@@ -28,7 +28,7 @@ def choose_attention(server_args: Any) -> None:
         use_mla_backend,
     )
 
-    # What the user asked for; declarations do not change these.
+    # Requested by the user; declarations do not change these.
     asked = (
         server_args.attention_backend,
         server_args.prefill_attention_backend,
@@ -46,9 +46,9 @@ def choose_attention(server_args: Any) -> None:
 
 
 def turn_off_graphs(server_args: Any) -> None:
-    """Turn off CUDA graphs, in which nothing is loaded and rows begin at 0; log it.
+    """Turn off CUDA graphs, which skip loading and start rows at 0; log it.
 
-    It raises `UnsupportedError` if the user asks for them.
+    Raises `UnsupportedError` if the user requested them.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
@@ -73,7 +73,7 @@ def turn_off_graphs(server_args: Any) -> None:
 def check_parts(config: ImpressConfig, options: Any) -> None:
     """Refuse options, of the resolved view, with which rows cannot start at an offset.
 
-    That is behind their zeros. It raises `UnsupportedError`, with one sentence.
+    Raises `UnsupportedError`, with one sentence.
     """
     refusal, common = None, options.attention_backend
     prefill = options.prefill_attention_backend or common

@@ -1,6 +1,6 @@
-"""The tree cache of servers that load within a pass: parts of prefixes that left SGLang's tree.
+"""Tree cache of servers that load within passes: parts of prefixes that SGLang's tree lacks.
 
-Slots of one live request alone count as protected, so that SGLang's own accounting (available +
+Slots of one live request only count as protected, so that SGLang's accounting (available +
 evictable + protected + uncached == total) holds at every step.
 """
 
@@ -87,7 +87,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> PartCache:
 
 
 class PartCache(ServedCache):
-    """Finds prefixes that left SGLang's tree on SSD, and lets a pass load what it uses of them."""
+    """Finds evicted prefixes on SSD, and lets a pass load the parts that it uses."""
 
     service: PartService
 
@@ -102,17 +102,17 @@ class PartCache(ServedCache):
         super().attach(scheduler)
         scheduler.enable_lmcache = False
 
-    # A request's way: match, be admitted, run, end.
+    # Steps of a request: match, admission, pass, end.
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """Match the resident prefix, extended by a stored one where that is longer."""
+        """Match the resident prefix, extended by a stored one if that is longer."""
         resident, req = super().match_prefix(params), params.req
         tracked = None if req is None else self._tracked.get(req.rid)
         if req is None or tracked is None:
             return resident
         self._plans.pop(req.rid, None)
         refused = tracked.load_failed or tracked.report["not_served"] is not None
-        # The tokens are copied only if the prompt may be found.
+        # Copy the tokens only if the prompt may be stored.
         if refused or not self.planner.looks_for(len(params.key)):
             return resident
         tokens = as_tokens(params.key.raw_token_ids())
@@ -128,7 +128,7 @@ class PartCache(ServedCache):
         return resident._replace(device_prefix_len=plan.stop - plan.k, host_hit_length=plan.k)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Any] | None:
-        """Admit a request with its stored prefix: take its slots and open its source.
+        """Admit a request with its stored prefix: allocate its slots and open its source.
 
         None sends the request back to the queue. It is then matched again, without a stored prefix.
         """
@@ -136,7 +136,7 @@ class PartCache(ServedCache):
         assert req is not None
         tracked, plan, store = self._tracked[req.rid], self._plans.pop(req.rid), self.service.parts
         stored, k = plan.stop - plan.start, plan.k
-        # Else it does without.
+        # Stays set unless the load can begin.
         tracked.load_failed = True
         try:
             source = store.open_part(plan.match, plan.start, plan.stop, whole=k == stored)
@@ -176,14 +176,14 @@ class PartCache(ServedCache):
     def finish_storage_prefetch_admission(
         self, request: CacheRequestHandle, fulfilled_tokens: int, reason: str | None
     ) -> None:
-        """See `ServedCache.finish_storage_prefetch_admission`."""
         super().finish_storage_prefetch_admission(request, fulfilled_tokens, reason)
         live, tracked = self.live.get(request.rid), self._tracked.get(request.rid)
         if tracked is not None:
             tracked.report["approximate"] = live is not None and live.start > 0
 
     def prefix_device_indices(self, req: Any) -> Tensor:
-        """The row of a request's prefix: zeros, resident slots, slots of the stored prefix."""
+        """Return the row of a request's prefix: zeros, resident slots, slots of the stored
+        prefix."""
         request = self.live.get(req.rid)
         if request is None:
             return super().prefix_device_indices(req)
@@ -191,16 +191,16 @@ class PartCache(ServedCache):
         return torch.cat([zeros, request.resident_slots, request.slots])
 
     def fail(self, rid: str) -> None:
-        """Let SGLang end a request whose prefix cannot be loaded, and drop what its pass computes.
+        """Let SGLang end a request whose prefix cannot be loaded, and drop the results of its pass.
 
-        SGLang does the same where an external cache could not load.
+        SGLang does the same if an external cache could not load.
         """
         tracked = self._tracked[rid]
         tracked.report["why"], tracked.timing_invalid = say(Reason.DAMAGED), True
         tracked.req.discard_output_reason = FINISH_ABORT("its prefix cannot be loaded; ask again")
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
-        """Insert what is exact into SGLang's tree, and offer what is new to the store."""
+        """Insert exact KVs into SGLang's tree, and offer new ones to the store."""
         request = self.live.get(req.rid)
         if request is not None:
             assert request.layers_loaded == self.service.shape.num_layers
@@ -213,7 +213,6 @@ class PartCache(ServedCache):
         super().checkpoint(req, up_to=up_to, **kwargs)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
-        """See `ServedCache.on_release`."""
         request = self.live.pop(req.rid, None)
         if request is not None:
             request.end_loading()
@@ -222,12 +221,11 @@ class PartCache(ServedCache):
         super().on_release(req, checkpointed=checkpointed)
 
     def release_aborted_request(self, request: CacheRequestHandle) -> None:
-        """See `ServedCache.release_aborted_request`."""
         self._plans.pop(request.rid, None)
         super().release_aborted_request(request)
 
     def flush_pending_backups(self) -> None:
-        """SGLang's call after each batch: poll the store, read ahead, tell the metrics."""
+        """Called by SGLang after each batch: poll the store, read ahead, export metrics."""
         self._forget_ended()
         self.service.poll()
         if self.service.opened is not None:
@@ -235,7 +233,7 @@ class PartCache(ServedCache):
         self.service.tell_metrics()
 
     def _forget(self, tracked: Known) -> None:
-        """Count a request that has ended, and learn what it took."""
+        """Count a request that has ended, and learn the cost of its load."""
         report, times = tracked.report, tracked.req.time_stats
         prefill = max(times.prefill_finished_time - times.forward_entry_time, 0.0)
         tracked.layer_wait_seconds = min((report["load_ms"] + report["probe_ms"]) / 1e3, prefill)
@@ -257,13 +255,12 @@ class PartCache(ServedCache):
         return super()._describe_pool() | {"private_tokens": self._private()[0]}
 
     def reset(self) -> None:
-        """See `ServedCache.reset`."""
         assert not self._private()[0], "SGLang flushes while requests run"
         self._plans.clear()
         super().reset()
 
     def _set_aside(self) -> None:
         self._plans.clear()
-        # No pass may read or write the pool any more.
+        # Wait until no pass reads or writes the pool.
         torch.get_device_module(self.device).synchronize()
         super()._set_aside()
