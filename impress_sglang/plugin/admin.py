@@ -1,7 +1,7 @@
-"""Requests of an administrator, in the scheduler's process.
+"""Admin requests, in the scheduler's process.
 
-SGLang's channel to that process lets only numbers through, so that a request travels as text in the
-id of a message, and so does its answer. `routes.py` checks it, and turns text into tokens.
+SGLang's channel to that process passes numbers only, so a request travels as text in the id of a
+message, and so does its answer. `routes.py` checks it, and converts text to tokens.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ FAULT = {"error": "the request could not be carried out; the server's log says w
 
 
 class Refused(Exception):
-    """A request cannot be carried out; says why in one sentence."""
+    """A request cannot be carried out; the message says why in one sentence."""
 
 
 def around_message(original: Callable[..., Any], scheduler: Any, message: Any) -> Any:
-    """Around `Scheduler.set_internal_state`, whose other messages SGLang handles itself."""
+    """Around `Scheduler.set_internal_state`, which handles all other messages itself."""
     if message.server_args != MESSAGE:
         return original(scheduler, message)
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
@@ -66,14 +66,14 @@ def around_message(original: Callable[..., Any], scheduler: Any, message: Any) -
 
 
 def handle(cache: ServedCache, text: str | None) -> str:
-    """Carry out a request on the scheduler's thread; returns the answer as JSON. Raises nothing."""
+    """Carry out a request on the scheduler thread; returns the answer as JSON. Raises nothing."""
     try:
         fields = json.loads(text or "")
         return json.dumps(VERBS[fields["verb"]](cache, SimpleNamespace(**(_FIELDS | fields))))
     except Refused as error:
         return json.dumps({"error": str(error)})
     except Exception:
-        # Whatever the error is, requests of clients are still served.
+        # Whatever the error, client requests are still served.
         logger.exception("a request of an administrator could not be carried out")
         return json.dumps(FAULT)
 
@@ -92,7 +92,7 @@ def _reorder(cache: ServedCache, _: Any) -> Any:
 
 
 def _explain_prompt(cache: ServedCache, asked: Any) -> dict[str, Any]:
-    """What is stored of a prompt, and why no more; for `warm`, of what was computed exactly."""
+    """Return what is stored of a prompt, and why no more; for `warm`, exact KVs only."""
     _store(cache)
     service, namespace, tokens = cache.service, namespace_of(asked), as_tokens(asked.input_ids)
     exactly = asked.verb == "warm"
@@ -106,7 +106,7 @@ def _explain_prompt(cache: ServedCache, asked: Any) -> dict[str, Any]:
 
 
 def _whole(cache: ServedCache, input_ids: list[int]) -> list[int]:
-    """As much of a prompt as may be stored: that ends with a block, and with a page."""
+    """Cut a prompt to what may be stored: whole blocks and whole pages."""
     length = len(input_ids) // BLOCK_TOKENS * BLOCK_TOKENS
     length = length // cache.page_size * cache.page_size
     if not length:
@@ -118,7 +118,7 @@ def _pin(cache: ServedCache, asked: Any) -> dict[str, Any]:
     store, tokens = _store(cache), as_tokens(_whole(cache, asked.input_ids))
     name, done = store.namespace(namespace_of(asked)), dict[str, Any]()
     if cache.planner.states:
-        # Without the state at its end nobody could use it; that need not be the end of a block.
+        # It is only loadable with the state at its end, which need not be the end of a block.
         tokens = as_tokens(asked.input_ids)
         if asked.verb == "unpin":
             length = store.pins.longest(name, tokens) or len(tokens)
@@ -139,7 +139,7 @@ def _pin(cache: ServedCache, asked: Any) -> dict[str, Any]:
 
 
 def _purge(cache: ServedCache, asked: Any) -> dict[str, Any]:
-    """Take a step of a purge; its `name` tells it from another one that says the same."""
+    """Take a step of a purge; its `name` distinguishes it from another one with the same body."""
     store, tokens, key = _store(cache), None, None
     namespace = None if asked.everything else namespace_of(asked)
     if asked.input_ids is not None:
@@ -153,24 +153,24 @@ def _purge(cache: ServedCache, asked: Any) -> dict[str, Any]:
     try:
         purged = purge.step(store)
     except Exception as error:
-        # Other ranks wait for this one below.
+        # Other ranks wait for this rank below.
         failure = error
     if asked.older_than is None:
-        # The writes of what is purged have been given up, and lock nothing any more.
+        # Writes of purged tokens have been given up, and lock nothing any more.
         pool, more = cache.sweeps.step(text, namespace, key)
     unfinished = cache.ranks.any(purge.left) or more
     if failure is not None:
         raise failure
-    # What is done stays, as other replicas may have more to do.
+    # Results remain, as other replicas may have more to do.
     names = ("segments", "tokens", "bytes", "writes", "unpinned")
     return {field: purged[field] for field in names} | {"pool_tokens": pool, "left": unfinished}
 
 
 def _overview(cache: ServedCache, asked: Any) -> dict[str, Any]:
-    """The data of the page, in time that does not grow with the store.
+    """Return the data of the page, in time that does not grow with the store.
 
-    Requests up to the number `after` are left out. If there is a segment `below`: only the segments
-    that build on it.
+    Requests up to number `after` are left out. With a segment `below`, only the segments that build
+    on it are returned.
     """
     recent, store, below = cache.service.recent, cache.service.opened, asked.below
     candidates: Iterable[StoredSegment] = ()
@@ -196,7 +196,7 @@ def _row(recent: RecentRequests, store: PrefixStore, segment: StoredSegment) -> 
     info, cached = segment.info, store.segments.cached_bytes(segment.segment_id)
     parent, begins = segment.parent, None
     if info.prefix_len < BLOCK_TOKENS:
-        # Requests that begin like it have the same digest; others only continue a prompt.
+        # Requests that begin like it have the same digest; other segments continue a prompt.
         begins = recent.digest(info.namespace, segment.prompt())
     return {
         "segment": segment.segment_id,
@@ -230,4 +230,4 @@ VERBS: dict[str, Callable[[ServedCache, Any], Any]] = {
     "unpin": _pin,
     "purge": _purge,
 }
-"""What carries out each verb; benchmarks add theirs."""
+"""Handler of each verb; benchmarks add theirs."""

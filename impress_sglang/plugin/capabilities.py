@@ -1,9 +1,9 @@
-"""Refuses at start what is known not to work, with one sentence each.
+"""Refuses unsupported options and models at startup, with one sentence each.
 
-Options and the model's configuration are looked at in the main process, before any other process is
-started, and options again in the scheduler, where the pool and the attention layers of the loaded
-model have the last word. Options that nobody knows refuse nothing: `self_test.py` shows whether
-KVs come back as they were.
+Options and the model's configuration are checked in the main process, before any other process
+starts. Options are checked again in the scheduler, where the pool and the attention layers of the
+loaded model decide. Unknown options are not refused: `self_test.py` tests whether KVs come back as
+they were.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from impress_sglang.config import OFF, ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.plugin.pools import EIGHT_BITS, LATENT, full_pool, is_latent, pool_of
 
-# Why options must be off.
+# Reasons why options must be off.
 _OFF = {
     "finds prefixes through the radix cache": "disable_radix_cache",
     "has its own tiers": "enable_hierarchical_cache enable_hisparse enable_lmcache enable_flexkv "
@@ -42,7 +42,7 @@ _OFF = {
     "enable_amd_monokernel enable_streaming_session enable_session_radix_cache",
 }
 Rules: TypeAlias = Mapping[str, tuple[str, tuple[object, ...]]]
-"""Why options must have one of these values, of which the first is usual."""
+"""Options by reason, and the values that they may have, the default first."""
 _VALUES: Rules = {
     "stores the KVs of draft models that it knows": (
         "speculative_algorithm",
@@ -66,7 +66,7 @@ _VALUES: Rules = {
     "is a radix cache backend itself": ("radix_cache_backend", ("impress",)),
 }
 _IS_OFF: tuple[object, ...] = (None, False, 0, "", "none", "null", "off", [], {})
-# The same for what knows whose KVs it stores.
+# For features that depend on the identity of the weights.
 _WEIGHTS_SEEN: Rules = {
     "reads all weights at the start, to know whose KVs it stores": (
         "cpu_offload_gb kt_weight_path ple_offload_embedding enable_paged_experts "
@@ -76,7 +76,7 @@ _WEIGHTS_SEEN: Rules = {
     "must see the weights when they were read": ("startup_weight_load_mode", ("serial",)),
     "must see all weights": ("offload_group_size", (-1,)),
 }
-# The same beside options that are used, of which one can be dropped as well.
+# For combinations with options of ours, one of which can be dropped instead.
 _BESIDE: dict[str, Rules] = {
     "--impress-policy --impress-blend --impress-schedule": {
         "decides by itself what it blends, puts first or loads in part, and several ranks could "
@@ -113,7 +113,7 @@ _BESIDE: dict[str, Rules] = {
     },
 }
 
-# What environment variables that nothing else tells of must be, and why.
+# Required values of environment variables that no option shows, and reasons.
 _ENVIRONMENT: dict[str, tuple[object, str]] = {
     "SGLANG_ENABLE_METADATA_GLUE_GRAPH": (False, "prepares decode steps outside of CUDA graphs"),
     "SGLANG_USE_BREAKABLE_CUDA_GRAPH": (False, "loads prefixes in eager passes"),
@@ -137,7 +137,7 @@ _ENVIRONMENT_IDENTITY = ("SGLANG_ROPE_CACHE_FP32", "SGLANG_NVFP4_CKPT_FP8_GEMM_I
 ROPE_TYPES = frozenset({"default", "linear", "dynamic", "yarn", "deepseek_yarn", "llama3", "mrope"})
 _WINDOWED = "sliding_attention"
 _LAYER_TYPES = frozenset({"full_attention", "attention", _WINDOWED})
-# What a model's configurations, that of Hugging Face and SGLang's, must not have.
+# Attributes that a model's configurations (Hugging Face and SGLang) must not have.
 _NOT_CAUSAL = (
     *("attention_chunk_size", "dual_chunk_attention_config", "attn_logit_softcapping"),
     *("num_kv_shared_layers", "cross_attention_layers", "add_cross_attention"),
@@ -145,8 +145,8 @@ _NOT_CAUSAL = (
     *("is_hybrid_swa_compress", "is_encoder_decoder"),
     *("use_ngram_embedding", "use_engram", "pointer_head", "decision_config", "joint_head_config"),
 )
-# In what attention layers of one model may differ from a plain one: what is compared with the pool;
-# scales, which are used only for pools of another dtype; what is computed with queries, or makes
+# Attributes in which attention layers may differ from a plain one: those compared with the pool;
+# scales, which are used only for pools of another dtype; those applied to queries, or that make
 # keys of latent vectors; and a mark of transformers.
 _FREE_IN_LAYERS = """
     layer_id tp_q_head_num tp_k_head_num tp_v_head_num head_dim qk_head_dim v_head_dim
@@ -192,11 +192,11 @@ def check_values(options: Any, rules: Rules = _WEIGHTS_SEEN, otherwise: str = ""
 
 
 def identity_of_options(options: Any) -> dict[str, object]:
-    """The options and environment variables that change KVs, for `model_identity`."""
+    """Return the options and environment variables that change KVs, for `model_identity`."""
     from sglang.srt.environ import envs
 
     arguments = {f"--{name}": getattr(options, name, None) for name in _IDENTITY}
-    # Stores of earlier versions of this package know nothing of these.
+    # Only if set, as identities of earlier versions of this package lack them.
     arguments |= {f"--{name}": value for name in _ALSO if (value := getattr(options, name, None))}
     return arguments | {name: getattr(envs, name).get() for name in _ENVIRONMENT_IDENTITY}
 
@@ -240,13 +240,13 @@ def check_model(model_config: Any, options: ImpressConfig) -> None:
             "whose layers attend to all tokens: drop --impress-policy, --impress-blend and "
             "--impress-basis"
         )
-    # SGLang says what layers with states keep.
+    # SGLang reports the layers of models with states.
     unknown = set[str]() if stateful else kinds - _LAYER_TYPES
     if unknown:
         raise UnsupportedError(f"IMPRESS does not know layers of type {', '.join(sorted(unknown))}")
     for name in ("rope_parameters", "rope_scaling"):
         ropes = getattr(config, name, None) or {}
-        # Layers with windows may turn keys otherwise than the rest.
+        # Layers with windows may rotate keys in another way.
         each = list(ropes.values()) if ropes.keys() <= _LAYER_TYPES else [ropes]
         for rope in (entry or {} for entry in each):
             kind = rope.get("rope_type", rope.get("type", "default"))
@@ -264,7 +264,7 @@ def may_have_windows(options: ImpressConfig) -> bool:
 
 
 def check_alone(options: Any, what: str, otherwise: str = "") -> None:
-    """Refuse options with which something beside KVs of all tokens is not restored."""
+    """Refuse options with which state beside the KVs of all tokens is not restored."""
     rules = {
         f"restores {what} in one stage": ("pp_size", (1,)),
         f"restores {what} without drafts": ("speculative_algorithm", (None, "NGRAM")),
@@ -286,7 +286,7 @@ def check_layers(runner: Any, tp_size: int = 1, *, windows: bool = False) -> Non
     kept = getattr(pool, "full_attention_layer_id_mapping", None)
     if kept is None:
         kept = range(pool.start_layer, pool.start_layer + pool.layer_num)
-    # Some attend in two ways, by the length of what they attend to.
+    # Some layers attend in two ways, depending on the length.
     if (list(dict.fromkeys(ids)) if latent else ids) != list(kept):
         raise UnsupportedError("IMPRESS needs one attention layer per layer of the KV pool")
     plain = type(layers[0])(1, 1, 1.0, num_kv_heads=1, layer_id=0)
@@ -316,7 +316,8 @@ def check_layers(runner: Any, tp_size: int = 1, *, windows: bool = False) -> Non
 
 
 def attention_layers(model: Any) -> list[Any]:
-    """The attention layers of a model, in order; `UnsupportedError` if one is not SGLang's own."""
+    """Return the attention layers of a model, in order; `UnsupportedError` if one is not
+    SGLang's."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     layers = [module for module in model.modules() if isinstance(module, RadixAttention)]

@@ -1,8 +1,8 @@
-"""What the integration relies on in SGLang: releases, names and hooks, checked at start.
+"""What the integration relies on in SGLang: releases, names and hooks, checked at startup.
 
 SGLang swallows exceptions of a plugin and only logs a hook that it could not apply, and a later
 plugin may replace a hooked function. That would go unnoticed until a request gets a wrong answer.
-Our configuration travels with its arguments.
+Our configuration travels with SGLang's server arguments.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 # ServerArgs drops unknown arguments; underscore attributes survive its pickling to child processes.
 CONFIG_ATTRIBUTE = "_impress_config"
 FROM_CLI_ATTRIBUTE = "_impress_from_cli"
-# Of the worker that a tree cache is built for.
+# Attribute of the worker that a tree cache is built for.
 DRAFTS_ATTRIBUTE = "impress_draft_worker"
 
 OLDEST, NEWEST = "0.5.22", "0.5.23"
-"""The releases that were tested; a newer one starts if it passes the checks of the start."""
+"""Tested releases; a newer one starts if it passes the checks at startup."""
 
 RELIED_ON = (
     "sglang.srt.arg_groups.overrides.declare_resolution",
@@ -54,7 +54,7 @@ RELIED_ON = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hook:
-    """A function of ours that hooks a function of SGLang.
+    """A function of ours that hooks a function of SGLang's.
 
     `target` is the dotted name of the latter; `kind` is SGLang's `before`, `after` or `around`.
     """
@@ -65,12 +65,11 @@ class Hook:
 
 
 def sglang_version() -> str:
-    """Version of the installed SGLang."""
     return importlib.metadata.version("sglang")
 
 
 def check_sglang(hooks: Sequence[Hook]) -> None:
-    """Refuse a SGLang that is too old, lacks what this package needs, or would not call a hook.
+    """Refuse an SGLang that is too old, lacks names we need, or would not call a hook.
 
     Raises `UnsupportedError` with one sentence.
     """
@@ -92,7 +91,7 @@ def check_sglang(hooks: Sequence[Hook]) -> None:
 
 
 def warn_if_untested() -> None:
-    """Warn of a release that is newer than those that were tested."""
+    """Warn if the release is newer than the tested ones."""
     version = sglang_version()
     if Version(version).release > Version(NEWEST).release:
         logger.warning(
@@ -105,7 +104,7 @@ def warn_if_untested() -> None:
 
 
 def config_of(server_args: Any) -> ImpressConfig | None:
-    """The configuration that travels with SGLang's server arguments, or None if IMPRESS is off.
+    """Return the configuration that travels with SGLang's server arguments; None if IMPRESS is off.
 
     Without a parsed command line (`sglang.Engine`) it is read from the environment, once, and kept
     with the arguments, which child processes get. That raises `ConfigError` for a wrong value.

@@ -1,10 +1,10 @@
-"""Decides which requests may use the store: those whose KVs follow from what they are found by.
+"""Decides which requests may use the store: those whose KVs follow from their key.
 
-A request is compared with a plain one of SGLang's own making: but for fields that cannot make KVs
-depend on more than they are found by (token ids, namespace and the model identity), all must have
-the values of that. So a field that a later release adds keeps only requests from the store that set
-it. Both predicates return None for yes, and for no the name of the field, which is counted and
-reported. `tests/integration/test_request_fields.py` knows why each other field must stay out.
+A request is compared with a plain one made by SGLang. All fields must have the same values, except
+those that cannot make KVs depend on more than their key (token ids, namespace and the model
+identity). So a field that a later release adds excludes only requests that set it. Both predicates
+return None for yes, otherwise the name of the field, which is counted and reported.
+`tests/integration/test_request_fields.py` has the reason for each excluded field.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Of `Req`, in this order: what KVs are found by; how tokens are chosen, what is returned, who asks
-# and when; where the scheduler stands with it, and what it returns.
+# Allowed fields of `Req`, in this order: the key of KVs; sampling, output, client and routing;
+# scheduler state and results.
 REQUEST = _words("""
     origin_input_ids extra_key cache_salt lora_id
 
@@ -73,7 +73,7 @@ REQUEST = _words("""
     impress_report impress_sent
 """)
 
-# Of `SamplingParams`: how a token is chosen and when to stop. `n` is expanded before.
+# Allowed fields of `SamplingParams`: sampling and stopping. `n` is expanded before.
 SAMPLING = _words("""
     max_new_tokens min_new_tokens n stop stop_token_ids stop_regex stop_strs stop_regex_strs
     stop_str_max_len stop_regex_max_len ignore_eos no_stop_trim
@@ -82,9 +82,8 @@ SAMPLING = _words("""
     custom_params skip_special_tokens spaces_between_special_tokens stream_interval is_normalized
 """)
 
-# Messages to the scheduler after which weights are the same, and what the pool holds: of requests;
-# and those that concern groups, profiles, logs, corpora and other caches. Adapters are in
-# namespaces of their weights.
+# Messages to the scheduler that change neither weights nor the pool: of requests; and those for
+# groups, profiles, logs, corpora and other caches. Adapters are in namespaces of their weights.
 MESSAGES = _words("""
     TokenizedGenerateReqInput TokenizedEmbeddingReqInput BatchTokenizedGenerateReqInput
     BatchTokenizedEmbeddingReqInput AbortReq OpenSessionReqInput CloseSessionReqInput
@@ -101,24 +100,24 @@ MESSAGES = _words("""
 
     LoadLoRAAdapterReqInput LoadLoRAAdapterFromTensorsReqInput UnloadLoRAAdapterReqInput
 """)
-# What is looked up by slot is not there for what was loaded; its KVs are those of any request.
+# Data by slot that loaded tokens lack; the KVs of these requests are normal.
 _STORED_ONLY = frozenset({"return_routed_experts", "return_indexer_topk"})
-# Says only where KVs are kept, so that other fields tell more.
+# Reported last: it only says where KVs are kept.
 _LAST = "skip_radix_cache_insert"
 _MISSING = object()
 
 
 def store_refusal(req: Any) -> str | None:
-    """Why the KVs of a request may not be stored; None if they may. `req` is SGLang's `Req`."""
+    """Return why the KVs of a request may not be stored, or None. `req` is SGLang's `Req`."""
     if params_of(req.sampling_params).get(STORE_KEY) is False:
         return STORE_KEY
     return serve_refusal(req, _STORED_ONLY)
 
 
 def serve_refusal(req: Any, allowed: frozenset[str] = frozenset()) -> str | None:
-    """Why a request may not be served from the store, but for `allowed` fields; None if it may."""
+    """Return why a request may not use the store, except for `allowed` fields, or None."""
     fields, plain = vars(req), plain_fields()
-    # Nearly all that is left is the very same: None or False.
+    # Nearly all remaining values are identical: None or False.
     refusing = [
         name
         for name in fields.keys() - REQUEST
@@ -144,7 +143,7 @@ def _is_plain(name: str, value: Any, plain: Any) -> bool:
         if type(value) is type(plain) and bool(value == plain):
             return True
     except (RuntimeError, TypeError, ValueError):
-        # Tensors, say, which have no one answer.
+        # For example tensors, whose comparison has several results.
         return False
     # A session that does not stream is its earlier turns as a prompt; a beam of one is none.
     if name == "session":
@@ -153,7 +152,7 @@ def _is_plain(name: str, value: Any, plain: Any) -> bool:
 
 
 def check_plain() -> None:
-    """Warn if the release keeps plain requests from the store, by a field that nobody knows.
+    """Warn if this release excludes plain requests from the store, by an unknown field.
 
     Raises `UnsupportedError` if it makes requests in another way.
     """
@@ -174,7 +173,7 @@ def _plain() -> Any:
 
 @functools.cache
 def plain_fields() -> dict[str, Any]:
-    """The fields of a request that asks for nothing special; not to be changed."""
+    """Return the fields of a plain request; not to be changed."""
     return vars(_plain())
 
 

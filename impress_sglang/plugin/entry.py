@@ -1,4 +1,4 @@
-"""Entry point of SGLang's plugin group `sglang.srt.plugins`: registers, and does nothing else.
+"""Entry point of SGLang's plugin group `sglang.srt.plugins`: only registers.
 
 SGLang calls `activate` in each of its processes and swallows exceptions, so correct answers may not
 depend on anything here.
@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 def activate() -> None:
     """Register flags, hooks and the tree cache; called by SGLang in every process.
 
-    Hooks come last: if anything before them fails, there are no flags, so a server that is to use
+    Hooks come last: if anything before fails, there are no flags, so a server that should use
     IMPRESS does not start without it.
     """
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
@@ -47,9 +47,9 @@ def activate() -> None:
 
 
 class _Enable(argparse.Action):
-    """`--enable-impress`: checks at once that everything it needs is in place.
+    """`--enable-impress`: immediately checks that its requirements are in place.
 
-    Later would be too late: what was parsed is itself kept by a hook.
+    Later would be too late: a hook keeps the parsed options.
     """
 
     def __call__(self, parser: Any, namespace: Any, *_: Any) -> None:
@@ -156,7 +156,7 @@ def _make_tree_cache(context: Any) -> Any:
 def _around_init(
     original: Callable[..., None], scheduler: Any, server_args: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Prepare what the model needs, and connect the tree cache once the scheduler is complete."""
+    """Prepare for the model, and connect the tree cache once the scheduler is complete."""
     config = config_of(server_args)
     if config is not None and server_args.device == "cpu":
         # Lets a CPU server run without an AMX build of sgl_kernel. Only this switch of SGLang's
@@ -167,7 +167,7 @@ def _around_init(
         base._is_cpu = True
     weights = None
     if server_args.hicache_storage_backend == "dynamic":
-        # If it is ours, it asks for the identity of the weights while the scheduler is made.
+        # If it is ours, it reads the identity of the weights while the scheduler is made.
         from impress_sglang.hicache.plugin.backend import remember_scheduler
 
         weights = remember_scheduler(scheduler)
@@ -180,13 +180,13 @@ def _around_init(
 
 
 def _after_draft_worker(_: None, scheduler: Any) -> None:
-    """Keep the draft worker where a tree cache is built, which is not told of it."""
+    """Keep the draft worker where a tree cache is built, which does not get it."""
     setattr(scheduler.tp_worker, DRAFTS_ATTRIBUTE, scheduler.draft_worker)
 
 
 def _or_exit(action: Callable[[], _T], server_args: Any = None) -> _T:
     """Run a check; on refusal exit with one sentence and status 2, but not in an `Engine`, whose
-    `server_args` are no command line's."""
+    `server_args` are not from a command line."""
     try:
         return action()
     except ImpressError as error:
@@ -197,7 +197,7 @@ def _or_exit(action: Callable[[], _T], server_args: Any = None) -> _T:
 
 
 def _later(name: str) -> Callable[..., Any]:
-    """A function of this package, `module.function`, that is imported when it is called."""
+    """Return a function of this package, `module.function`, that is imported when called."""
     module, _, function = name.partition(".")
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Builds a tree cache with its store, and what both ways of loading need of a model for it."""
+"""Builds a tree cache with its store, and the inputs that both ways of loading take from a
+model."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ _Cache = TypeVar("_Cache", bound=ServedCache)
 
 # Parameters of a Hugging Face configuration that name a model or its training, not its KVs.
 _NOT_ARCHITECTURE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "use_cache"})
-# Rotations whose factors depend on the position alone, as rows of `cos_sin_cache`.
+# Rotations whose factors depend on the position only, as rows of `cos_sin_cache`.
 _KNOWN_ROTATIONS = (
     RotaryEmbedding,
     LinearScalingRotaryEmbedding,
@@ -72,7 +73,7 @@ def connected(
     hidden_size = runner.model_config.hidden_size
     service = service_class(config, shape, read_identity(), device, hidden_size, codec)
     service.self_test_seconds, service.counts = self_test, counts_of(context)
-    # Nodes of the other core cannot be looked at, as purging and sharing by score must.
+    # Purging and sharing by score read nodes, which the other core does not expose.
     context.params.tree_core_backend = "python"
     arguments = service, runner.model, layers, runner.forward_stream, read_identity, ranks
     cache = create_unified_radix_cache(
@@ -85,9 +86,9 @@ def connected(
 
 
 def draft_runners(tp_worker: Any) -> tuple[Any, ...]:
-    """SGLang's `ModelRunner` of each draft model of speculative decoding with KVs of its own.
+    """Return SGLang's `ModelRunner` of each draft model (speculative decoding) with its own KVs.
 
-    Its pool has the same slots. Without its KVs, nearly no draft would be accepted behind a loaded
+    Its pool has the same slots. Without its KVs, nearly no draft would be accepted after a loaded
     prefix.
     """
     worker = getattr(tp_worker, DRAFTS_ATTRIBUTE)
@@ -95,16 +96,16 @@ def draft_runners(tp_worker: Any) -> tuple[Any, ...]:
 
 
 def identity_of(context: Any, shape: object, drafts: Sequence[Any] = ()) -> str:
-    """The model identity of the current weights, for SGLang's `TreeCacheBuildContext`.
+    """Return the model identity of the current weights, for SGLang's `TreeCacheBuildContext`.
 
-    It is read anew each time, as weights may change. `drafts` are runners of models whose KVs are
-    stored beside those of the model itself.
+    It is read again each time, as weights may change. `drafts` are runners of models whose KVs are
+    stored beside those of the model.
     """
     runner = context.tp_worker.model_runner
     tensors = kv_tensors(runner.model)
     architecture = _architecture(runner.model_config.hf_text_config) | _scaling(runner)
     if window_pool(runner.token_to_kv_pool) is not None:
-        # Layers with windows are stored behind the others, and not of all tokens.
+        # Layers with windows are stored after the others, and not for all tokens.
         architecture["windows"] = runner.token_to_kv_pool.layers_mapping
     if hasattr(runner.req_to_token_pool, "mamba_pool"):
         architecture["states"] = kinds_of_states(runner.req_to_token_pool)
@@ -124,7 +125,7 @@ def identity_of(context: Any, shape: object, drafts: Sequence[Any] = ()) -> str:
 
 
 def _scaling(runner: Any) -> dict[str, object]:
-    """How KVs were turned into the dtype of a pool that does not have the model's."""
+    """Describe how KVs were converted to a pool's dtype, if it is not the model's."""
     pool, scaling = runner.token_to_kv_pool, dict[str, object]()
     scales = [
         [None if scale is None else float(scale) for scale in (layer.k_scale, layer.v_scale)]
@@ -134,7 +135,7 @@ def _scaling(runner: Any) -> dict[str, object]:
     if pool.dtype != runner.model_config.dtype:
         scaling = {"kv_dtype": str(pool.dtype), "kv_scales": scales}
     if any(scale not in (None, 1.0) for both in scales for scale in both):
-        # Backends differ in whether they divide by them, some also if the dtype is the model's.
+        # Backends differ in whether they divide by scales, some even for the model's dtype.
         scaling |= {
             name: getattr(runner, name)
             for name in ("prefill_attention_backend_str", "decode_attention_backend_str")
@@ -143,7 +144,7 @@ def _scaling(runner: Any) -> dict[str, object]:
 
 
 def kv_tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
-    """The tensors of a model that determine its KVs: parameters, and buffers saved with them.
+    """Return the tensors of a model that determine its KVs: parameters, and saved buffers.
 
     Other buffers follow from the configuration, which is in the identity itself. While serving,
     SGLang gives some of them (rotary tables) another dtype or length, without effect on KVs.
@@ -156,7 +157,7 @@ def kv_tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def kv_shape(runner: Any, policy: Policy, config: ImpressConfig, tp_size: int = 1) -> KVShape:
-    """The shape of the KVs in the pool of a model runner, as a policy stores them.
+    """Return the shape of the KVs in the pool of a model runner, as a policy stores them.
 
     `tp_size` ranks share the heads of a layer. No heads are probe heads. Raises `UnsupportedError`.
     """
@@ -175,7 +176,7 @@ def kv_shape(runner: Any, policy: Policy, config: ImpressConfig, tp_size: int = 
 
 
 def rotation_of(model: Any, option: str) -> KeyRotation:
-    """The rotation that moves a model's keys, as an option needs, else `UnsupportedError`."""
+    """Return the rotation of a model's keys, which an option needs, or raise `UnsupportedError`."""
     rotations = [module for module in model.modules() if hasattr(module, "cos_sin_cache")]
     # One object serves all layers.
     if len(rotations) != 1 or type(rotations[0]) not in _KNOWN_ROTATIONS:

@@ -1,4 +1,4 @@
-"""Hooks of SGLang's scheduler: its tree cache, if that is ours, takes part in queue and passes."""
+"""Hooks of SGLang's scheduler: connect our tree cache to its queue and passes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from impress_sglang.serving.ranks import Ranks
 
 
 def served_cache_of(tree_cache: Any) -> ServedCache | None:
-    """A tree cache of SGLang's that serves from our store; None if it is not ours."""
+    """Return a tree cache of SGLang's if it is ours, else None."""
     return tree_cache if isinstance(tree_cache, ServedCache) else None
 
 
 def connect(scheduler: Any) -> None:
-    """Connect the tree cache to its scheduler, which is complete."""
+    """Connect the tree cache to its complete scheduler."""
     cache = served_cache_of(scheduler.tree_cache)
     if cache is not None:
         cache.attach(scheduler)
@@ -31,7 +31,7 @@ def connect(scheduler: Any) -> None:
 def around_next_batch(
     original: Callable[..., Any], ranks: Ranks, running_batch: Any, last_batch: Any
 ) -> Any:
-    """Let no batch begin in a pipeline until all its stages have done what they do together."""
+    """In a pipeline, start no batch until all stages have finished what they do in lockstep."""
     from sglang.srt.managers.scheduler import NextBatchPlan
 
     if ranks.holds():
@@ -40,26 +40,25 @@ def around_next_batch(
 
 
 def after_policy(_: None, policy: Any, waiting_queue: Any, *__: Any, **___: Any) -> None:
-    """SGLang has ordered the waiting queue: reorder its head, and note the final order."""
+    """After SGLang orders the waiting queue: reorder its head, and report the final order."""
     cache = served_cache_of(policy.tree_cache)
     if cache is None:
         return
     if cache.loads.order is not None:
         cache.loads.order.arrange(waiting_queue)
     if cache.service.lookahead.awaits:
-        # What earlier requests use is evicted last.
+        # Prefixes of earlier requests are evicted last.
         cache.service.lookahead.order([req.rid for req in waiting_queue])
 
 
 def before_idle(scheduler: Any, *_: Any, **__: Any) -> None:
-    """Nothing else may happen for a long time."""
     cache = served_cache_of(scheduler.tree_cache)
     if cache is not None:
         cache.rest()
 
 
 def after_cached_details(result: Any, streamer: Any, *_: Any, **__: Any) -> Any:
-    """Where SGLang reports tokens from a storage, say that the storage is ours."""
+    """Where SGLang reports tokens from a storage, name ours."""
     if "storage" in (result or ()) and served_cache_of(streamer.tree_cache) is not None:
         result["storage_backend"] = "impress"
     return result

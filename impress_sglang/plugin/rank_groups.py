@@ -1,4 +1,4 @@
-"""The ranks of a model, over groups of processes that SGLang has made."""
+"""The ranks of a model, over process groups of SGLang's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _COUNTS_ATTRIBUTE = "_impress_counts"
 
 
 def ranks_of(context: Any) -> Ranks:
-    """The ranks that run the same batches, of SGLang's `TreeCacheBuildContext`, by stage and head.
+    """Return the ranks that run the same batches, of SGLang's `TreeCacheBuildContext`, by stage and
+    head.
 
     With DP attention, these are some of the ranks that share the model's experts.
     """
@@ -49,10 +50,10 @@ def ranks_of(context: Any) -> Ranks:
 
 
 def identity_reader(context: Any, ranks: Ranks, read: Callable[[], str]) -> Callable[[], str]:
-    """What reads the name of the store of this rank, as `identity_of_rank` does.
+    """Return a function that reads the store identity of this rank, as `identity_of_rank` does.
 
-    With DP attention the other experts are with ranks of other batches, and nothing but a start is
-    done by all of them together: later, weights must be those of then.
+    With DP attention, ranks with other experts run other batches, and all ranks synchronize only at
+    startup: later, weights must be those of the start.
     """
     if ranks.size == context.tp_size * context.params.pp_size:
         return lambda: identity_of_rank(ranks, read)
@@ -84,9 +85,9 @@ def share_counts(server_args: Any, options: Any) -> None:
 
 
 def counts_of(context: Any) -> Memory | None:
-    """Where this rank counts prompts together with that of other replicas; None: alone.
+    """Return the memory in which replicas of this rank count prompts together; None: alone.
 
-    Raises `UnsupportedError` if it may not look into the process that started it.
+    Raises `UnsupportedError` if this process may not read the one that started it.
     """
     place = getattr(context.server_args, _COUNTS_ATTRIBUTE, None)
     if place is None:
@@ -110,7 +111,7 @@ def _gathering(group: Any, size: int) -> Callable[[str], Sequence[str]]:
 
 
 def identity_of_rank(ranks: Ranks, read: Callable[[], str]) -> str:
-    """The name of the store of this rank, from what each of them reads of its weights.
+    """Return the store identity of this rank, from the weights that all ranks read.
 
     Raises `UnsupportedError` if another rank could not read them.
     """

@@ -28,8 +28,8 @@ def rectangular_attention(
     """Attention of the last n of kv positions, [n, Hq, Dv] in the dtype of the queries.
 
     Queries [n, Hq, D], keys [kv, Hk, D] and values [kv, Hk, Dv], Hq a multiple of Hk, kv >= n if
-    causal. `scaling` is a factor of the logits; None for 1 / sqrt(D). With `causal` keys behind a
-    query are hidden, and with a `window` those more than so many positions before it.
+    causal. `scaling` is a factor of the logits; None for 1 / sqrt(D). With `causal`, keys after a
+    query are hidden; with a `window`, so are those more than `window` positions before it.
     """
     num_queries, num_keys = queries.shape[0], keys.shape[0]
     square, mask = window is None and num_queries == num_keys, None
@@ -53,7 +53,7 @@ def rectangular_attention(
 
 
 def attend_rectangularly(backend: Any) -> None:
-    """Let a backend of SGLang's attend with the new queries only; nothing if it is another one."""
+    """Make a torch_native backend attend with the new queries only; other backends stay."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     # Models with states have two.
@@ -88,8 +88,8 @@ def extend_rows(
     sliding_window_size: int | None,
     **_: Any,
 ) -> Tensor:
-    """In place of `_run_sdpa_forward_extend`, whose arguments these are; each row begins at its
-    entry of `starts`, or at 0."""
+    """Replacement of `_run_sdpa_forward_extend`, with its arguments; each row begins at its entry
+    of `starts`, or at 0."""
     rows, stops = req_pool_indices.tolist(), seq_lens.tolist()
     starts, first = starts or [0] * len(rows), 0
     for row, start, stop, count in zip(rows, starts, stops, extend_seq_lens.tolist(), strict=True):

@@ -1,9 +1,9 @@
 """Carries each request's report from the scheduler's process to `meta_info["impress"]`.
 
-SGLang cuts what a request has in `customized_info` by output tokens, so that an answer without any
-would have no report. Its output streamer takes one more value for each answer that it sends, and
-reports travel there. A request that ends outside that stream ends with a message that holds
-nothing but text. A tree cache uses `attach` only; the rest are hooks.
+SGLang cuts a request's `customized_info` by output tokens, so an answer without any would have no
+report. Its output streamer accepts one more value per answer, which carries the report. A request
+that ends outside that stream ends with a message that holds only text. A tree cache uses `attach`
+only; the other functions are hooks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _policy: str | None = None
 
 
 def attach(req: Any, report: Report) -> None:
-    """Give a request of SGLang's its report, which may be changed until the answer is sent.
+    """Attach a report to a request of SGLang's; it may be changed until the answer is sent.
 
     Its `why` is None until the request is in a pass.
     """
@@ -36,7 +36,7 @@ def attach(req: Any, report: Report) -> None:
 
 
 def opt_in(policy: str) -> None:
-    """Let SGLang's output streamer ask for reports, in this process; `policy`: its name."""
+    """Let SGLang's output streamer collect reports in this process; `policy`: its name."""
     from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 
     global _policy
@@ -57,13 +57,13 @@ def after_built(result: Any, streamer: Any, reqs: Iterable[Any], *_: Any, **__: 
 
 def before_output(sender: Any, message: Any, req: Any = None, *_: Any, **__: Any) -> None:
     """Before `SenderWrapper.send_output`: put the report of a request into the message that ends it
-    outside of the output stream, beside its own text."""
+    outside the output stream, beside its own text."""
     from sglang.srt.managers.io_struct import AbortReq
     from sglang.srt.managers.schedule_batch import Req
 
     if _policy is not None and isinstance(message, AbortReq) and isinstance(req, Req):
         packed = [_report_of(req), message.abort_message]
-        # Whatever a report may hold, it must not end the scheduler.
+        # Whatever a report holds, it must not crash the scheduler.
         message.abort_message = _MARK + json.dumps(packed, default=repr)
 
 
@@ -83,9 +83,8 @@ def around_meta_info(
 ) -> None:
     """Around `TokenizerManager._accumulate_request_meta_info`: keep the report in each part.
 
-    It is None if it came before. For several samples (n > 1), SGLang first asks for the prompt
-    alone. Each sample that finds the prompt where that request left it is told what that request
-    did.
+    It is None if it came before. For several samples (n > 1), SGLang first requests the prompt
+    alone. Each sample that finds its prompt resident afterwards gets the report of that request.
     """
     if key != REPORT_KEY:
         original(meta_info, state, key, values)
@@ -104,12 +103,12 @@ def around_meta_info(
 
 
 def share(obj: Any) -> None:
-    """Let the requests that are copied from an input know what the first of them reports."""
+    """Let the requests that are copied from an input share the report of the first of them."""
     setattr(obj, _OF_INPUT, [])
 
 
 def _report_of(req: Any) -> Report:
-    """What the answer of a request says."""
+    """Return the report for the answer of a request."""
     report: Report | None = getattr(req, "impress_report", None)
     if report is None or report["why"] is None:
         truncated = params_of(req.sampling_params).get(TRUNCATED_KEY, 0)

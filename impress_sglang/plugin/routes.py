@@ -35,7 +35,7 @@ from impress_sglang.serving.custom_params import (
 )
 from impress_sglang.serving.why import Reason
 
-# Seconds between two steps of a request that takes several.
+# Seconds between two steps of a multi-step request.
 PAUSE_S = 0.01
 _BODY = {"text", "input_ids", "extra_key", "cache_salt", "older_than", "all"}
 _purging = asyncio.Lock()
@@ -45,23 +45,22 @@ _PAGE = Path(__file__).parents[1] / "page"
 
 
 class NotDone(ValueError):
-    """A request was not carried out; says why in one sentence."""
+    """A request was not carried out; the message says why in one sentence."""
 
     def __init__(self, sentence: str, status: int = 400) -> None:
-        """`status` is that of the answer."""
+        """`status` is that of the HTTP response."""
         super().__init__(sentence)
         self.status = status
 
 
 def tokenizer_manager() -> Any:
-    """SGLang's tokenizer manager."""
     from sglang.srt.entrypoints import http_server
 
     return http_server.get_global_state().tokenizer_manager
 
 
 async def send(verb: str, **fields: Any) -> Any:
-    """Send a request to the scheduler's process, or those of all replicas; returns the answer.
+    """Send a request to the scheduler's process, of all replicas if several; returns the answer.
 
     Raises `NotDone` if it was not carried out.
     """
@@ -80,7 +79,7 @@ async def send(verb: str, **fields: Any) -> Any:
 
 
 def merged(verb: str, answers: Sequence[Any]) -> Any:
-    """One answer of several replicas (`--dp-size`), whose stores have the same prefixes."""
+    """Merge the answers of several replicas (`--dp-size`), whose stores have the same prefixes."""
     if verb == "stats":
         answers = sorted(answers, key=_directory_in)
         return {**answers[0], "replicas": answers}
@@ -116,7 +115,7 @@ def _directory_in(stats: Mapping[str, Any]) -> str:
 
 
 async def carry_out(verb: str, body: object, request: Request | None = None) -> Any:
-    """Carry out what the body of a `request` asks for; returns the answer of the route.
+    """Carry out the body of a `request`; returns the answer of the route.
 
     Raises `ValueError` if the body is wrong, and `NotDone`.
     """
@@ -136,7 +135,7 @@ async def carry_out(verb: str, body: object, request: Request | None = None) -> 
     if verb != "warm":
         return await send(verb, **first)
     answers = list[dict[str, Any]]()
-    # One after the other: a later one may begin like an earlier one.
+    # Sequentially: a later one may begin like an earlier one.
     for fields in (first, *others):
         try:
             answers.append(await _warm(fields, request))
@@ -150,8 +149,8 @@ async def carry_out(verb: str, body: object, request: Request | None = None) -> 
 
 
 async def _purge(asked: dict[str, Any]) -> dict[str, Any]:
-    # One at a time, so that each is completed however many are given. In steps, so that requests of
-    # clients are served between them.
+    # One at a time, so that each completes however many come. In steps, so that client requests
+    # are served between them.
     async with _purging:
         step, total, unfinished = asked | {"name": uuid.uuid4().hex}, Counter[str](), True
         while unfinished:
@@ -163,10 +162,10 @@ async def _purge(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _warm(asked: dict[str, Any], request: Request | None) -> dict[str, Any]:
-    """Ask for a prefix like a request that wants to be stored at first sight.
+    """Request a prefix such that it is stored at its first request.
 
-    It is computed exactly, behind exact stored KVs: so every request may use what is then stored,
-    and its text may be reused where it is not a prefix.
+    It is computed exactly, after exact stored KVs. So every request may use it, and its text may be
+    reused where it is not a prefix.
     """
     from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -175,7 +174,7 @@ async def _warm(asked: dict[str, Any], request: Request | None) -> dict[str, Any
     sampling = {"max_new_tokens": 1, "temperature": 0, "custom_params": custom}
     before = await send("warm", **asked)
     try:
-        # If the client goes away, SGLang aborts the request.
+        # If the client disconnects, SGLang aborts the request.
         made = tokenizer_manager().generate_request(
             GenerateReqInput(sampling_params=sampling, **asked), request
         )
@@ -187,7 +186,7 @@ async def _warm(asked: dict[str, Any], request: Request | None) -> dict[str, Any
         sentence = f"the request that warms it was aborted ({end['message']}): send it again"
         raise NotDone(sentence, 503)
     after = await send("warm", **asked)
-    # What became of it, by why no more of it is stored.
+    # Derive the outcome from the reasons why no more of it is stored.
     was, now = (answer["why"]["rest"] or answer["why"]["reason"] for answer in (before, after))
     outcome = now if now in (Reason.BEING_WRITTEN, Reason.STORED) else "not_stored"
     outcome = "stored_before" if was == now == Reason.STORED else outcome
@@ -195,9 +194,9 @@ async def _warm(asked: dict[str, Any], request: Request | None) -> dict[str, Any
 
 
 def fields_of(verb: str, body: object, manager: Any) -> dict[str, Any]:
-    """The fields that a body gives to a request, for SGLang's tokenizer manager.
+    """Return the fields of a request from its body, for SGLang's tokenizer manager.
 
-    Raises `ValueError` if it is wrong.
+    Raises `ValueError` if the body is wrong.
     """
     vocab_size = manager.model_config.vocab_size
     if not isinstance(body, Mapping) or not body.keys() <= _BODY:
@@ -239,7 +238,7 @@ def fields_of(verb: str, body: object, manager: Any) -> dict[str, Any]:
 
 
 def _several(body: object) -> Sequence[Mapping[str, Any]] | None:
-    """Split a body that gives several prefixes, as for `/generate`; None if it gives one."""
+    """Split a body with several prefixes, as for `/generate`; None if it has one."""
     if not isinstance(body, Mapping):
         return None
     names = ("texts", "text", "input_ids")
@@ -257,10 +256,10 @@ def _several(body: object) -> Sequence[Mapping[str, Any]] | None:
 
 
 def refuse_foreign(request: Request) -> None:
-    """Guard each of our routes that reveals prompts or changes anything.
+    """Guard our routes that reveal prompts or change anything.
 
-    SGLang lets pages of every site ask and read answers, in the browser of somebody who can reach
-    the server: they get status 403. If there is a key, they do not have it.
+    SGLang lets pages of any site send requests and read answers, in the browser of a user who can
+    reach the server: they get status 403. If there is a key, they do not have it.
     """
     arguments, headers = tokenizer_manager().server_args, request.headers
     origin = None if arguments.api_key or arguments.admin_api_key else headers.get("origin")
@@ -269,7 +268,7 @@ def refuse_foreign(request: Request) -> None:
 
 
 def with_text(overview: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Replace tokens by text; by None if they are hidden or there is no tokenizer."""
+    """Replace tokens by text, or by None if they are hidden or there is no tokenizer."""
     for row in (*overview.get("requests", ()), *overview.get("segments", ())):
         tokens = row.pop("words")
         shown = tokens is not None and tokenizer is not None
@@ -278,7 +277,7 @@ def with_text(overview: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
 
 
 def document() -> tuple[str, str]:
-    """The page, and a content security policy that lets a browser run only what belongs to it."""
+    """Return the page, and a content security policy that allows only its own content."""
     html, style, script = (
         (_PAGE / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
     )
@@ -292,7 +291,7 @@ def document() -> tuple[str, str]:
 
 
 def before_http_server(server_args: Any, *_: Any, **__: Any) -> None:
-    """Before the HTTP server starts: add our routes, if it is to have them."""
+    """Before the HTTP server starts: add our routes, if IMPRESS is on."""
     if config_of(server_args) is not None:
         add_routes()
 

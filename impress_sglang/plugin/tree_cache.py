@@ -1,4 +1,4 @@
-"""Builds the tree cache of servers that load prefixes beside the model's passes."""
+"""Builds the tree cache of servers that load prefixes before the model's passes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ServedCache:
     """Build the tree cache for SGLang's `TreeCacheBuildContext`; see `factory.connected`.
 
     Raises:
-        UnsupportedError: the options or the model are not known to be right.
+        UnsupportedError: the options or the model are not supported.
     """
     runner, params = context.tp_worker.model_runner, context.params
     options = resolved_view(context.server_args)
@@ -71,9 +71,9 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ServedCache:
     if stateful:
         check_alone(options, "states beside KVs")
     if not (ranks.alone or further or stateful):
-        # Each rank has states of its own, and drafts or windows may have other heads to share.
+        # Each rank has its own states, and drafts or windows may share heads differently.
         heads = 1 if is_latent(pool) else runner.model_config.get_total_num_kv_heads()
-        # What another node has written is on the drive of that.
+        # Segments of another node are on that node's drive.
         node_ranks = options.tp_size * options.pp_size // options.nnodes
         ranks.copies = math.gcd(max(tp_size // heads, 1), node_ranks)
     if no_codes := kv_format.no_codes or STATEFUL * stateful:
@@ -82,7 +82,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ServedCache:
     attend_rectangularly(runner.attn_backend)
     loads: type[PrefixLoads] = PrefixLoads
     if config.blend != OFF:
-        # Here alone, so that other servers load nothing of it.
+        # Imported here, so that other servers do not load it.
         from impress_sglang.blend.plugin.blends import BlendLoads
         from impress_sglang.blend.plugin.steps import check_blended
 
@@ -97,7 +97,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ServedCache:
         shape = replace(shape, code_bits=0.0)
     codec = plain_codec(shape)
     if config.basis:
-        # Of the heads of this rank, which others have too where there are more ranks than heads.
+        # The part for this rank's heads, which ranks share if there are more ranks than heads.
         parts = min(tp_size, runner.model_config.get_total_num_kv_heads())
         part = ranks.rank * parts // tp_size, parts
         basis = Basis.load(Path(config.basis).expanduser(), part).keeping(config.code_bits)
@@ -105,7 +105,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ServedCache:
         # See `PoolLayers.beyond`.
         codec = BasisCodec(basis, rotation, beyond=int(bool(drafts)))
         shape = shape_by(basis, shape)
-        # So that other threads need not make it.
+        # So that other threads need not compute it.
         codec.rotation.prepare(runner.model_config.context_len)
     elif codec is not None:
         logger.info(
@@ -117,7 +117,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ServedCache:
     if drafts or index_keys(full_pool(pool)):
         shape = layers.add(shape, [draft.token_to_kv_pool for draft in drafts])
     elif windows is not None:
-        # What SGLang looks for, in whole pages; 0.5.22 knows no drafts that look further.
+        # Tokens that SGLang needs, in whole pages; 0.5.22 has no drafts that need more.
         page = params.page_size
         window = getattr(params, "swa_retain_window", params.sliding_window_size)
         raw = further != [kv_format]

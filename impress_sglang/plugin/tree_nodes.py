@@ -1,7 +1,7 @@
-"""Nodes of SGLang's tree: found, locked, and freed at once, if purged or not right.
+"""Finds, locks and frees nodes of SGLang's tree, for purges and failed loads.
 
-SGLang's eviction chooses nodes itself, and has no name for these. Only nodes that nobody has locked
-are freed.
+SGLang's eviction chooses nodes itself, and has no interface for this. Only unlocked nodes are
+freed.
 """
 
 from __future__ import annotations
@@ -20,37 +20,36 @@ from impress_sglang.serving.kv_class import unmarked
 from impress_sglang.store.orders import MultiStepJobs
 from impress_sglang.store.prefix_hashes import namespace_text
 
-# Most nodes that one step of a sweep frees, and that it looks at.
+# Most nodes that one step of a sweep frees, and visits.
 MAX_FREED = 64
 MAX_VISITED = 2048
 
 
 def match_resident(cache: UnifiedRadixCache, key: RadixKey) -> MatchResult:
-    """What is resident of a key, for nobody's request."""
+    """Match a key with the resident tokens, without a request."""
     return cache._match_tree(MatchPrefixParams(key=key))
 
 
 def last_node(cache: UnifiedRadixCache, key: RadixKey) -> tuple[Any, int]:
-    """The last resident node of a key, and how many of its tokens are resident."""
+    """Return the last resident node of a key, and the number of resident tokens."""
     match = match_resident(cache, key)
     node, length = cache.tree_core.node_by_id(match.last_device_node), match.device_prefix_len
     while length < match.full_kv_hit_length:
-        # Nobody can use it now: layers with windows have lost what is before the next token.
+        # Not usable now: layers with windows lack the KVs before the next token.
         node = node.children[key.child_key_at(length, cache.page_size)]
         length += len(node.key)
     return node, length
 
 
 def is_locked(node: Any) -> bool:
-    """Whether somebody has locked a node."""
     return bool(node.component_data[BASE_COMPONENT_TYPE].lock_ref)
 
 
 def lock_windows(cache: UnifiedRadixCache, last: Any, since: int) -> tuple[list[Any], int]:
-    """Lock what layers with windows have of the tokens from `since` on up to the node `last`.
+    """Lock the SWA KVs of the tokens from `since` on up to the node `last`.
 
-    A lock holds this of few tokens before its node. Returns the locks, and where the tokens begin
-    that have all KVs up to the last one.
+    A lock holds those of few tokens before its node. Returns the locks, and the first token from
+    which on all KVs are present.
     """
     locks, first = list[Any](), len(cache.path_device_indices(last))
     node = cache.tree_core.node_by_id(last)
@@ -62,7 +61,7 @@ def lock_windows(cache: UnifiedRadixCache, last: Any, since: int) -> tuple[list[
 
 
 def lock_states(cache: UnifiedRadixCache, last: Any) -> list[Any]:
-    """Lock the states before the node `last`, as a lock holds only that of its node."""
+    """Lock the states before the node `last`, as a lock holds only the state of its node."""
     locks, node = list[Any](), cache.tree_core.node_by_id(last).parent
     while node is not None:
         if node.component_data[ComponentType.MAMBA].value is not None:
@@ -74,9 +73,9 @@ def lock_states(cache: UnifiedRadixCache, last: Any) -> list[Any]:
 def last_state(
     cache: UnifiedRadixCache, last: Any, max_tokens: int
 ) -> tuple[Any, int, Tensor | None]:
-    """The last state up to a node of the tree, behind at most so many tokens.
+    """Find the last state up to a node of the tree, after at most `max_tokens` tokens.
 
-    Returns its node, how many tokens lead to it, and int64 [1], where it is in the pool.
+    Returns its node, the number of tokens up to it, and its slot, int64 [1].
     """
     count, node = len(cache.path_device_indices(last)), cache.tree_core.node_by_id(last)
     while count:
@@ -89,14 +88,14 @@ def last_state(
 
 
 def free_leaf(cache: UnifiedRadixCache, node: Any) -> int:
-    """Free a leaf that nobody has locked, as SGLang's eviction does; returns its tokens."""
+    """Free an unlocked leaf, as SGLang's eviction does; returns its tokens."""
     tracker = dict.fromkeys(cache.tree_components, 0)
     cache._evict_device_leaf(node.id, tracker)
     return int(tracker[BASE_COMPONENT_TYPE])
 
 
 def drop_below(cache: UnifiedRadixCache, key: RadixKey, start: int) -> None:
-    """Free what begins with the first tokens of a key, from token `start` on."""
+    """Free the nodes below the leading tokens of a key, from token `start` on."""
     (node, stop), nodes = last_node(cache, key), []
     while stop > start:
         stop, nodes = stop - len(node.key), [node]
@@ -109,28 +108,28 @@ def drop_below(cache: UnifiedRadixCache, key: RadixKey, start: int) -> None:
 
 
 class Sweeps(MultiStepJobs[str, Iterator[tuple[int, bool]]]):
-    """Frees what a tree has of purged prefixes, in steps between which requests are served.
+    """Frees the resident nodes of purged prefixes, in steps between which requests are served.
 
-    Otherwise a later request would be served from there, and stored again. Nodes may be split,
-    evicted or added meanwhile. The scheduler's thread owns it; with a new tree it is cleared.
+    Otherwise a later request would use them, and store them again. Nodes may be split, evicted or
+    added meanwhile. Cleared with a new tree. Thread: scheduler.
     """
 
     def __init__(self, cache: Any, let_go: Callable[[], None] | None = None) -> None:
-        """For SGLang's tree; before each step `let_go` unlocks what may be freed."""
+        """For SGLang's tree; before each step `let_go` unlocks nodes that may be freed."""
         super().__init__()
         self._cache, self._let_go = cache, let_go
 
     def step(self, name: str, namespace: str | None, prefix: RadixKey | None) -> tuple[int, bool]:
         """Take a step of the sweep of this name, which begins if it is new.
 
-        Only what begins with `prefix` is swept, in whole pages, in any class, and only of a
-        `namespace` (`namespace_of`); None: all. Returns how many slots came free, and whether there
-        is more to do, by the same name.
+        Sweeps nodes that begin with `prefix`, in whole pages, in any class, and in a `namespace`
+        (`namespace_of`); None: all. Returns the slots freed, and whether there is more to do, by
+        the same name.
         """
         if self._let_go is not None:
             self._let_go()
         sweep = self.go_on(name, lambda: self._sweep(namespace, prefix))
-        # One that fails begins anew.
+        # A sweep that fails starts again.
         del self[name]
         freed, more = next(sweep)
         if more:
@@ -138,13 +137,13 @@ class Sweeps(MultiStepJobs[str, Iterator[tuple[int, bool]]]):
         return freed, more
 
     def _sweep(self, namespace: str | None, prefix: RadixKey | None) -> Iterator[tuple[int, bool]]:
-        """All steps of a sweep, each as `step` returns it."""
+        """Yield the result of each `step` of a sweep."""
         allocator, waiting = self._cache.token_to_kv_pool_allocator, self._tops(prefix)
-        # What is above them all stays.
+        # Nodes above all of them stay.
         ends = [node.parent for node in waiting]
         while True:
             visits, frees, tokens = MAX_VISITED, MAX_FREED, 0
-            # As a group: an allocator copies all of its free slots each time it frees.
+            # As a group: each free of an allocator copies all of its free slots.
             allocator.free_group_begin()
             try:
                 while waiting and visits > 0 and frees > 0:
@@ -158,7 +157,7 @@ class Sweeps(MultiStepJobs[str, Iterator[tuple[int, bool]]]):
                     if namespace not in (None, node_namespace):
                         continue
                     waiting.extend(node.children.values())
-                    # A node goes with the last node below it, even if it was split off meanwhile.
+                    # Free a node after the last node below it, even if it was split off meanwhile.
                     while node not in ends and not node.children and not is_locked(node):
                         parent = node.parent
                         tokens += free_leaf(self._cache, node)
@@ -169,19 +168,19 @@ class Sweeps(MultiStepJobs[str, Iterator[tuple[int, bool]]]):
             yield tokens, bool(waiting)
 
     def _tops(self, prefix: RadixKey | None) -> list[Any]:
-        """The uppermost nodes of what begins with a prefix."""
+        """Return the uppermost nodes that begin with a prefix."""
         tops, matching = list(self._cache.root_node.children.values()), list[Any]()
         if prefix is None:
             return tops
-        # The classes of a prefix differ in their keys, and so does how they begin in the tree.
-        # In their order, which is the same on all ranks, as that of a set is not.
+        # Each class of a prefix has its own key, and top node. All ranks need the same order, which
+        # a set does not have.
         for extra_key in dict.fromkeys(node.key.extra_key for node in tops):
             if unmarked(extra_key) != prefix.extra_key:
                 continue
             key = RadixKey(array("q", prefix.token_ids), extra_key, cache_salt=prefix.cache_salt)
             node, length = last_node(self._cache, key)
-            # SGLang may have turned it into a key of pairs, whose last page reaches beyond it: what
-            # has the pages before goes, too.
+            # SGLang may have made it a key of pairs, whose last page reaches beyond it: nodes with
+            # the pages before are freed, too.
             whole = len(key) // self._cache.page_size * self._cache.page_size
             if 0 < whole <= length:
                 matching.append(node)

@@ -1,7 +1,7 @@
 """Cuts over-long prompts that SGLang would refuse, in the process that tokenizes.
 
 SGLang refuses a prompt before it is queued (`TokenizerManager._validate_one_request`), or one a few
-tokens shorter when it is queued (`validate_input_length`). Neither refuses what is cut here.
+tokens shorter when it is queued (`validate_input_length`). Neither refuses a prompt cut here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def around_validation(
 ) -> None:
     """Around `TokenizerManager._validate_one_request`: validate the prompt as it will be cut.
 
-    What the request asks of us is checked first.
+    Our parameters of the request are checked first.
     """
     cut = _cut_of(manager, obj, input_ids)
     original(manager, obj, _without(input_ids, cut))
@@ -51,7 +51,7 @@ def around_tokenized(
 ) -> Any:
     """Around `TokenizerManager._create_tokenized_object`, which makes the scheduler's request.
 
-    The token lists of callers of `sglang.Engine` are not changed.
+    Token lists of callers of `sglang.Engine` are not changed.
     """
     if config_of(manager.server_args) is not None:
         share(obj)
@@ -64,7 +64,7 @@ def around_tokenized(
 def keep_system_prompt(result: Any, chat: Any, request: Any, *_: Any, **__: Any) -> Any:
     """After `OpenAIServingChat._convert_to_internal_request`: keep the system prompt in a cut.
 
-    Notes its length in the request, only if the prompt is to be cut.
+    Adds its length to the request, only if the prompt will be cut.
     """
     adapted, manager = result[0], chat.tokenizer_manager
     tokens = adapted.input_ids
@@ -78,9 +78,9 @@ def keep_system_prompt(result: Any, chat: Any, request: Any, *_: Any, **__: Any)
 
 
 def _cut_of(manager: Any, obj: Any, input_ids: list[int] | None) -> range | None:
-    """Which tokens of a request are left out; None if it is not cut.
+    """Return the tokens of a request to leave out, or None.
 
-    Raises `ValueError` if it asks for something wrong.
+    Raises `ValueError` if its parameters are wrong.
     """
     config = config_of(manager.server_args)
     if config is None:
@@ -90,7 +90,7 @@ def _cut_of(manager: Any, obj: Any, input_ids: list[int] | None) -> range | None
     fraction = share_of(custom, config)
     if input_ids is None or fraction is None or not _can_be_cut(obj):
         return None
-    # The most tokens that SGLang accepts in a prompt of this request.
+    # Most tokens that SGLang accepts in this prompt.
     room = int(manager.context_len) - manager.num_reserved_tokens
     limit, new_tokens = room - 1, obj.sampling_params.get("max_new_tokens")
     if manager.max_req_input_len is not None:
@@ -102,7 +102,7 @@ def _cut_of(manager: Any, obj: Any, input_ids: list[int] | None) -> range | None
 
 
 def _can_be_cut(obj: Any) -> bool:
-    """Whether nothing in a request refers to positions of its prompt."""
+    """Whether no field of a request refers to positions of its prompt."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     if not isinstance(obj, GenerateReqInput) or obj.contains_mm_input():
@@ -118,7 +118,7 @@ def _custom_params(manager: Any, obj: Any) -> dict[str, Any]:
 
 
 def _add_custom_params(manager: Any, obj: Any, more: dict[str, int]) -> None:
-    """Add to a copy of a request's `custom_params`, which travel with it and may be shared."""
+    """Add to a copy of a request's `custom_params`, which may be shared."""
     custom = {**_custom_params(manager, obj), **more}
     obj.sampling_params = {**obj.sampling_params, "custom_params": custom}
 
@@ -130,10 +130,10 @@ def _without(tokens: list[int] | None, cut: range | None) -> list[int] | None:
 
 
 def _system_tokens(chat: Any, request: Any, tokens: list[int]) -> int | None:
-    """How many tokens of a chat's prompt come before its conversation; None if unknown.
+    """Count the tokens of a chat's prompt before its conversation; None if unknown.
 
-    They are those that stay the same if another role begins the conversation, less the token with
-    which messages begin.
+    These stay the same if another role begins the conversation, less the token with which messages
+    begin.
     """
     from sglang.srt.entrypoints.openai.protocol import (
         ChatCompletionMessageGenericParam,
@@ -161,5 +161,5 @@ def _system_tokens(chat: Any, request: Any, tokens: list[int]) -> int | None:
 
 
 def _openers(manager: Any) -> Container[int]:
-    """Tokens that may begin a message: the added ones, which no plain text has."""
+    """Return tokens that may begin a message: the added ones, which no plain text has."""
     return getattr(manager.tokenizer, "added_tokens_decoder", {})

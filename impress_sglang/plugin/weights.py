@@ -1,12 +1,11 @@
-"""Sets the store aside while the model's weights may not be those of the store's model identity.
+"""Suspends the store while the model's weights may not match the store's model identity.
 
 SGLang can replace weights, or release and restore them and the pool, while it serves. From the
-moment that one of its handlers may begin to do so, the store is neither read nor written. It is
-used again once the weights are final, their identity is known, and no KV from before is left:
-SGLang keeps such KVs if an update does not flush, and what is computed on top of them belongs to no
-weights at all.
+moment that a handler may begin to do so, the store is neither read nor written. It is resumed once
+the weights are final, their identity is known, and no earlier KVs are left: SGLang keeps these if
+an update does not flush, and KVs computed after them belong to no weights at all.
 
-A request that is loading a stored prefix goes on with it, as SGLang does with a resident one.
+A request that is loading a stored prefix continues, as with a resident one in SGLang.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from impress_sglang.serving.ranks import ALONE, Ranks
 
 logger = logging.getLogger(__name__)
 
-# Actions of SGLang's `check_weights` other than filling weights at random, and methods called by
-# `collective_rpc` that leave weights alone.
+# Actions of SGLang's `check_weights` that only read, and methods called by `collective_rpc` that do
+# not change weights.
 _READING_CHECKS = ("snapshot", "compare", "checksum")
 _READING_METHODS = ("save_remote_model", "save_sharded_model")
 
 
 class WeightWatch:
-    """Decides when the store is set aside, and when it is used again."""
+    """Decides when the store is suspended and resumed."""
 
     def __init__(
         self,
@@ -39,41 +38,41 @@ class WeightWatch:
         is_empty: Callable[[], bool],
         ranks: Ranks = ALONE,
     ) -> None:
-        """Watch over the store that is `served`, by a `Service` or what is like one.
+        """Watch over the store of `served`, a `Service` or an object like one.
 
-        Its weights are known by what `read_identity` returns. `set_aside` ends passes and writes,
-        and forgets plans; `is_empty` says whether no KV is left in the pool.
+        `read_identity` returns the identity of its weights. `set_aside` ends passes and writes, and
+        forgets plans; `is_empty` returns whether the pool has no KVs.
         """
         self._served, self._read_identity = served, read_identity
         self._set_aside, self._is_empty, self._ranks = set_aside, is_empty, ranks
         self._changing = self._untouched = self._settled = False
 
     def begin(self, cause: str) -> None:
-        """Set the store aside: weights or the pool may change from now on, until `end`."""
+        """Suspend the store: weights or the pool may change from now on, until `end`."""
         self._set_aside()
         self._changing = True
         self._untouched = self._served.aside is None
         self._suspend(cause)
 
     def end(self, *, settled: bool) -> None:
-        """Note that a handler is done; `settled`: no update continues, and nothing is released.
+        """Handle the end of a handler; `settled`: no update continues, and nothing is released.
 
-        The store is used again now if no KV is left in the pool, otherwise after the next flush.
+        The store is resumed now if the pool has no KVs, otherwise after the next flush.
         """
         self._settled = settled
 
         def end() -> None:
-            # By then another message may have been handled.
+            # Meanwhile another message may have been handled.
             empty, all_settled = self._is_empty(), self._ranks.all(self._settled)
             self._changing = not all_settled
-            # A message that was refused at once has changed nothing: KVs in the pool are right.
+            # A refused message has changed nothing: KVs in the pool are right.
             if all_settled and (empty or self._ranks.all(self._untouched)):
                 self._use_again(empty=empty)
 
         self._ranks.together(end)
 
     def flushed(self) -> None:
-        """Note that no KV is left in the pool; also notices changes that no handler announced."""
+        """Handle an empty pool; also detects changes that no handler announced."""
 
         def use_again() -> None:
             if not self._changing:
@@ -83,12 +82,12 @@ class WeightWatch:
 
     def _use_again(self, *, empty: bool) -> None:
         served = self._served
-        # A store that could not be opened is opened again below.
+        # A store that could not be opened is reopened below.
         served.take_over()
         try:
             identity = self._read_identity()
         except Exception:
-            # Whatever the error is, answers are right without the store.
+            # Whatever the error, answers are right without the store.
             logger.exception("these weights have no identity; the next flush tries again")
             self._suspend("no identity")
             return
@@ -107,10 +106,10 @@ class WeightWatch:
 
 
 def watch_messages(scheduler: Any, weights: WeightWatch) -> None:
-    """Set the store aside around each message that may change weights, or the pool.
+    """Suspend the store around each message that may change weights, or the pool.
 
-    That is each that a complete scheduler of SGLang's takes and that is not known not to. Raises
-    `UnsupportedError` if this SGLang handles messages in another way.
+    These are all messages of a complete scheduler of SGLang's that are not known to be harmless.
+    Raises `UnsupportedError` if this SGLang handles messages in another way.
     """
     try:
         table = scheduler._request_dispatcher._mapping
@@ -127,7 +126,7 @@ def watch_messages(scheduler: Any, weights: WeightWatch) -> None:
 def around_handler(
     original: Callable[..., Any], scheduler: Any, weights: WeightWatch, request: Any
 ) -> Any:
-    """Let SGLang handle a message with the store set aside; returns its answer."""
+    """Let SGLang handle a message with the store suspended; returns its answer."""
     action, method = (getattr(request, name, None) for name in ("action", "method"))
     if action in _READING_CHECKS or method in _READING_METHODS:
         return original(request)
