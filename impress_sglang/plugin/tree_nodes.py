@@ -140,7 +140,7 @@ class Sweeps(MultiStepJobs[str, Iterator[tuple[int, bool]]]):
         """Yield the result of each `step` of a sweep."""
         allocator, waiting = self._cache.token_to_kv_pool_allocator, self._tops(prefix)
         # Nodes above all of them stay.
-        ends = [node.parent for node in waiting]
+        ends = list(dict.fromkeys(node.parent for node in waiting))
         while True:
             visits, frees, tokens = MAX_VISITED, MAX_FREED, 0
             # As a group: each free of an allocator copies all of its free slots.

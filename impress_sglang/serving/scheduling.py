@@ -11,8 +11,8 @@ admits those it can.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,17 +35,17 @@ class Serving(NamedTuple):
 class _Place:
     """A request in the queue, of which the lowest rank comes first.
 
-    It takes so many seconds. `passed`: by whom it was overtaken, and how many seconds these take.
+    Serving it takes `seconds`. `passed`: seconds of each request that overtook it, by its number.
     """
 
-    rid: str
+    number: int
     rank: tuple[float, ...]
     seconds: float
-    passed: dict[str, float]
+    passed: dict[int, float]
 
     def lets(self, other: _Place) -> bool:
         """Whether it lets another one pass."""
-        passed = self.passed | {other.rid: other.seconds}
+        passed = self.passed | {other.number: other.seconds}
         within = len(passed) <= WINDOW and sum(passed.values()) <= self.seconds
         return self.rank > other.rank and within
 
@@ -60,11 +60,12 @@ class QueueOrder:
         """`schedule`: see `_place`; `look` says what serving an id takes, None if nobody knows."""
         self._schedule = schedule
         self._look = look
-        self._passed = defaultdict[str, dict[str, float]](dict)
+        self._arrivals = itertools.count()
+        self._known = dict[str, tuple[int, dict[int, float]]]()
 
     def forget(self, rid: str) -> None:
         """Forget a request, which was admitted or is gone; one that comes back is a new one."""
-        self._passed.pop(rid, None)
+        self._known.pop(rid, None)
 
     def arrange(self, queue: list[Any]) -> None:
         """Reorder the requests of the window."""
@@ -77,7 +78,7 @@ class QueueOrder:
                     break
                 place -= 1
             for _, other in arranged[place:]:
-                other.passed[entry.rid] = entry.seconds
+                other.passed[entry.number] = entry.seconds
             arranged.insert(place, (request, entry))
         queue[:WINDOW] = [request for request, _ in arranged]
 
@@ -89,13 +90,14 @@ class QueueOrder:
         others. They are read while the others are computed. If they went first, the engine would be
         idle for as long as it waits: near capacity that loses more than the order gains.
         """
-        cost, passed = self._look(rid), self._passed[rid]
+        cost = self._look(rid)
+        number, passed = self._known.setdefault(rid, (next(self._arrivals), {}))
         if cost is None:
             # It overtakes none, and none may overtake it.
-            return _Place(rid, (math.inf,), -1.0, passed)
+            return _Place(number, (math.inf,), -1.0, passed)
         seconds = cost.estimate.seconds(cost.unread)
         waits = cost.estimate.unhidden(cost.unread) > 0.0
         rank: tuple[float, ...] = (2.0 * waits if cost.cached else 1.0,)
         if self._schedule == SHORTEST:
             rank = waits, seconds
-        return _Place(rid, rank, seconds, passed)
+        return _Place(number, rank, seconds, passed)

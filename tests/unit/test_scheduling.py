@@ -47,6 +47,15 @@ def arranged(order: QueueOrder, *rids: str) -> list[str]:
     return [own.rid for own in queue]
 
 
+def test_who_comes_back_has_overtaken_anew() -> None:
+    """SGLang takes requests back that it has admitted; nobody lets them pass for ever."""
+    order, passed = make_order(SHORTEST, quick=QUICK), 0
+    for _ in range(3 * WINDOW):
+        passed += arranged(order, "unknown", "quick")[0] == "quick"
+        order.forget("quick")
+    assert 0 < passed <= WINDOW
+
+
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
