@@ -1,7 +1,7 @@
-"""What reading, loading and computing take on this machine, learnt, and what is decided by it.
+"""Learns how long reading, loading and computing take here, and makes decisions that depend on it.
 
-All is decided from values (tokens, bytes, measured seconds) and from no clock. Reading and
-computing overlap, so a hit takes as long as the longer of them (AttentionStore 3.2.1, CacheBlend).
+Decisions depend on values (tokens, bytes, measured seconds) and on no clock. Reading and computing
+overlap, so a hit takes as long as the longer of them (AttentionStore 3.2.1, CacheBlend).
 """
 
 from __future__ import annotations
@@ -18,49 +18,50 @@ import numpy.typing as npt
 
 from impress_sglang.config import EXACT_BITS
 
-# So many observations of an octave are remembered, as the time constant of an exponential: with
-# times that vary by 5%, rates are right within 3%.
+# Observations of an octave that are remembered, as the time constant of an exponential: with times
+# that vary by 5%, rates are right within 3%.
 MEMORY = 16
 KEPT = 1.0 - 1.0 / MEMORY
-# How strongly rates keep the ratio of the first guess, where observations do not show it: more with
-# a floor, where few sizes may be seen, and longer ones be asked for (if most passes on an H100 are
-# questions, estimates are up to 2 times too long, and with 1e-5 up to 5). And their lower bound.
+# Strength with which rates keep the ratio of the first guess, where observations do not determine
+# it: more with a floor, where few sizes may be seen, and estimates needed for longer ones (if most
+# passes on an H100 are questions, estimates are up to 2 times too long, and with 1e-5 up to 5).
+# `LEAST` is the lower bound of rates.
 RIDGE, FLOORED_RIDGE = 1e-9, 1e-3
 LEAST = 1e-6
-# If as many recent times were longer or shorter than expected by this factor, the device has
-# changed, and what was learnt counts as few observations at most. Times of passes of one octave
-# differ by less: as many tokens may attend to few tokens or to many.
+# If `CHANGED_MEMORY` recent times were all longer, or all shorter, than expected, by this factor in
+# the median, the device has changed, and earlier observations count as `CHANGED_WEIGHT` at most.
+# Times of passes of one octave differ by less: as many tokens may attend to few tokens or to many.
 CHANGED_MEMORY = 8
 CHANGED_FACTOR = 1.8
 CHANGED_WEIGHT = 2.0
-# What takes so many times as long as the shortest shows the rates. On an H100 a pass of Llama-3-8B
-# takes 9 ms whatever its tokens up to 300; on a CPU what a pass takes in any case is added to
-# its tokens, and is a quarter of such a pass at most.
+# Octaves that take at least this many times as long as the shortest determine the rates. On an H100
+# a pass of Llama-3-8B takes 9 ms for any number of tokens up to 300; on a CPU the constant part of
+# a pass is added to its tokens, and is a quarter of such a pass at most.
 LONGER = 4.0
-# There is a floor where the smallest sizes take so many times what the rates say.
+# There is a floor if the smallest sizes take at least this many times as long as the rates predict.
 SHOWN = 1.2
 
-# First guesses, of which only the ratios matter. A fast NVMe drive with many reads in flight.
+# First guesses; only their ratios matter. A fast NVMe drive with many reads in flight.
 START_SECONDS_PER_PIECE = 4e-6
 START_SECONDS_PER_BYTE = 1 / 2e9
-# With many reads in flight, a start never costs more than reading this much. Without a bound, gaps
-# that are read through would never be skipped, and it would never be seen that this pays.
+# With many reads in flight, a start never costs more than reading this many bytes. Without a bound,
+# gaps that are read through would never be skipped, so the gain would never be observed.
 MAX_GAP_BYTES = 64 << 10
 # A model with hidden size d spends as much on a token's weights as on 6 d attended tokens (24 L d^2
 # against 4 L d operations).
 START_SECONDS_PER_TOKEN = 1e-3
 ATTENDED_PER_HIDDEN = 6
-# Of loading, per token.
+# Loading, per token.
 START_SECONDS_PER_LOADED = 1e-5
 
-# Short passes, such as those of questions, only bound what longer ones take. Until it is known, a
-# prefix is computed if that takes at most so many times as long as reading it.
+# Short passes, such as those of questions, only bound the time of longer ones. Until that is known,
+# a prefix is computed if that takes at most this many times as long as reading it.
 MOST_TO_LEARN = 2.0
-# What few tokens behind many take is known from so many requests.
+# Number of recent requests that determine the time of few tokens after many.
 LATELY = 9
-# More bits, or more that is computed, may take so many times as long as the fastest.
+# More bits, or more recomputation, may take this many times as long as the fastest choice.
 HARDLY_LONGER = 1.1
-# A pass waits for layers so many times as long as it was expected to take.
+# A pass waits for layers at most this many times as long as it was expected to take.
 MOST_LATE = 4.0
 
 
@@ -68,10 +69,11 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 
 
 class _Solution(NamedTuple):
-    """What observations say.
+    """A fit to observations.
 
-    The rates, None if nothing shows them; sizes, ascending, between whose times others are, at
-    least; the largest octave that was seen, and the lowest seconds per size.
+    The rates, None if not determined; ascending sizes and their times, between which times of
+    other sizes are interpolated as a lower bound; the largest octave seen, and the lowest seconds
+    per size.
     """
 
     rates: tuple[float, float] | None
@@ -82,22 +84,22 @@ class _Solution(NamedTuple):
 
 
 class Cost:
-    """What something of the size (x, y) takes: a * x + b * y seconds; one thread observes.
+    """Time of work of size (x, y): a * x + b * y seconds; one thread observes.
 
-    The rates follow from a least squares fit of relative errors over octaves of sizes, which count
-    as much each. Unknowns are in seconds of the first guess, so that numbers are near one.
+    The rates follow from a least squares fit of relative errors over octaves of sizes, all with
+    equal weight. Unknowns are in seconds of the first guess, so that numbers are near one.
 
-    With a floor, little takes as long as a little more, as a pass of a model on a GPU, which reads
-    all weights in any case. Nothing takes longer than what is larger: where an octave did, as one
-    that a compiler disturbed, the times of larger ones stand for it. Octaves that take `LONGER`
-    times as long as the shortest one show the rates; without such, the others say themselves what
-    their like takes.
+    With a floor, small work takes as long as slightly larger work, like a pass of a model on a GPU,
+    which always reads all weights. Times never decrease with size: an octave that took longer than
+    larger ones, for example because of a compiler, gets their time. Octaves that take `LONGER`
+    times as long as the shortest determine the rates; without any, times are interpolated between
+    octaves.
     """
 
     def __init__(
         self, first_x: float, first_y: float, *, floored: bool = False, once: bool = True
     ) -> None:
-        """The first guess of a and of b, in seconds per unit of x and of y.
+        """`first_x`, `first_y`: first guess of a and b, in seconds per unit of x and y.
 
         `once`: whether a single observation of an octave counts.
         """
@@ -105,15 +107,15 @@ class Cost:
         self._first_x, self._first_y = first_x, first_y
         self._floored = floored
         self._least_weight = 1.0 if once else 1.5
-        # The latest observations: log(measured / expected), octave, and `_row`. Sums of those
-        # before, by octave.
+        # The latest observations: log(measured / expected), octave, and `_row`. Sums of earlier
+        # ones, by octave.
         self._recent = collections.deque[tuple[float, int, Floats]]()
         self._octaves: dict[int, Floats] = {}
-        # What is known without the latest, and of all; other threads see only the whole of it.
+        # Fits without the latest observations, and of all; replaced as a whole for other threads.
         self._before = self._now = self._solve()
 
     def observe(self, x: float, y: float, seconds: float) -> None:
-        """Learn from something of the size (x, y), both > 0, that took this many seconds."""
+        """Learn from work of size (x, y), both > 0, that took `seconds`."""
         if x <= 0 or y <= 0 or seconds <= 0.0:
             return
         self.observations += 1
@@ -127,9 +129,9 @@ class Cost:
         self._now = self._solve(self._recent)
 
     def seconds(self, x: float, y: float) -> float:
-        """Seconds that something of the size (x, y) takes; at least, unless that is known.
+        """Seconds that work of size (x, y) takes; a lower bound unless that is known.
 
-        0.0 if nothing was seen.
+        0.0 before any observation.
         """
         return self._seconds(self._now, x, y)
 
@@ -140,10 +142,10 @@ class Cost:
         return floor if rates is None else max(floor, x * rates[0] + y * rates[1])
 
     def bound(self, x: float, y: float) -> tuple[float | None, bool]:
-        """Seconds that something of the size (x, y) takes, and whether that is known.
+        """Seconds that work of size (x, y) takes, and whether that is known.
 
-        Else, if neither the rates are known nor something as large was seen, they are what it takes
-        at most, None if nothing was seen.
+        If neither the rates are known nor work as large was seen, the seconds are an upper bound,
+        and None before any observation.
         """
         solution, size = self._now, x * self._first_x + y * self._first_y
         if solution.rates is not None or math.frexp(size)[1] <= solution.largest:
@@ -157,10 +159,10 @@ class Cost:
         return rates[0] * self._first_x, rates[1] * self._first_y
 
     def _age(self) -> None:
-        """Add the oldest of the latest times to those before, or all if the device has changed.
+        """Add the oldest of the latest times to earlier ones, or all if the device has changed.
 
-        Rates alone would follow only after what was before is forgotten; so it is scaled, if none
-        of the latest times speaks against it.
+        Rates alone would follow only after earlier times are forgotten; so those are scaled, unless
+        one of the latest times contradicts that.
         """
         errors, min_drift = [error for error, *_ in self._recent], math.log(CHANGED_FACTOR)
         middle, count = statistics.median(errors), 1
@@ -192,17 +194,17 @@ class Cost:
             sizes = [0.0, *means[:, -2].tolist()]
             return _Solution(None, sizes, [0.0, *times.tolist()], largest, lowest)
         rates = _rates_of(shown, FLOORED_RIDGE)
-        # Where even the smallest sizes take what the rates say, there is no floor.
+        # If even the smallest sizes take as long as the rates predict, there is no floor.
         share = means[0][1] * rates[0] + means[0][2] * rates[1]
         floor = float(times[0]) if SHOWN * share < 1.0 else 0.0
         return _Solution(rates, times=[floor], largest=largest, lowest=lowest)
 
 
 def _row(x: float, y: float, seconds: float) -> Floats:
-    """What is summed up of an observation.
+    """Summands of an observation.
 
-    Its weight, what a fit of relative errors needs, its size, and the inverse of its time: a mean
-    of that is about right even if half of the times were disturbed, which take longer, never less.
+    Its weight, the terms of a fit of relative errors, its size, and the inverse of its time, whose
+    mean is about right even if half of the times were disturbed: those are longer, never shorter.
     """
     own_x, own_y = x / seconds, y / seconds
     fit = own_x, own_y, own_x * own_x, own_x * own_y, own_y * own_y
@@ -214,15 +216,15 @@ _POWERS = np.array([0, -1, -1, -2, -2, -2, 0, -1])
 
 
 def _rates_of(octaves: Floats, ridge: float) -> tuple[float, float]:
-    """The rates that explain octaves best, each at least `LEAST`; see `_row`."""
+    """Return the rates that fit octaves best, each at least `LEAST`; see `_row`."""
     _, x, y, xx, xy, yy, *_ = octaves.sum(0).tolist()
-    # With one scale for both the fit is always defined. From there, each is fitted as far as
-    # observations determine it, and otherwise keeps the ratio of the first guess.
+    # One scale for both is always determined. From there, each rate is fitted as far as it is
+    # determined, and otherwise keeps the ratio of the first guess.
     scale, ridge = (x + y) / (xx + 2 * xy + yy), ridge * (xx + yy)
     x, y, xx, yy = x + ridge * scale, y + ridge * scale, xx + ridge, yy + ridge
     per_x = (x * yy - y * xy) / (xx * yy - xy * xy)
     per_y = (y * xx - x * xy) / (xx * yy - xy * xy)
-    # One below its bound is set to it, and the other to the best value with that.
+    # A rate below its bound is set to it, and the other to the best value given that.
     if per_x < LEAST:
         return LEAST, max((y - xy * LEAST) / yy, LEAST)
     if per_y < LEAST:
@@ -231,7 +233,7 @@ def _rates_of(octaves: Floats, ridge: float) -> tuple[float, float]:
 
 
 class ReadCost(Cost):
-    """What reads take: x is pieces, y is bytes; the reader's thread observes, any thread asks.
+    """Time of reads: x is pieces, y is bytes; the reader's thread observes, any thread queries.
 
     a / b is the gap, in bytes, below which it is cheaper to read through than to start a new piece.
     """
@@ -258,14 +260,14 @@ class ReadCost(Cost):
         return int(min(per_piece / per_byte, MAX_GAP_BYTES))
 
     def seconds_for(self, num_bytes: float) -> float:
-        """Seconds that reading so many bytes takes, in pieces as long as recent ones."""
+        """Seconds that reading `num_bytes` takes, in pieces as long as recent ones."""
         pieces = num_bytes * self._pieces / self._bytes if self._bytes else 0.0
         return self.seconds(pieces, num_bytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestLengths:
-    """Lengths of a request, in tokens: `new` are computed in any case, `stored` may be loaded."""
+    """Lengths of a request, in tokens: `new` are always computed, `stored` may be loaded."""
 
     resident: int
     stored: int
@@ -277,8 +279,8 @@ class Estimate:
     """Seconds that a request would take with this retention and these bits.
 
     `io` and `compute` are the parts of loading, which run at the same time if `overlapped`;
-    `compute` as far as known. `recompute` is what computing all takes, None before any pass; unless
-    passes as long were seen (`known`) it is a bound from above.
+    `compute` as far as known. `recompute` is the time of computing all tokens, None before any
+    pass, and an upper bound unless passes as long were seen (`known`).
     """
 
     retention: float
@@ -295,46 +297,46 @@ class Estimate:
         return self.seconds() if self.known else None
 
     def loads_faster(self) -> bool:
-        """Whether loading is at least as fast as computing; True while nothing is known yet."""
+        """Whether loading is at least as fast as computing; True before any pass."""
         factor = 1.0 if self.known else MOST_TO_LEARN
         return self.recompute is None or factor * self.seconds() <= self.recompute
 
     def seconds(self, unread: float = 1.0) -> float:
-        """Seconds with the stored prefix, if the share `unread` of its reads is left to do."""
+        """Seconds with the stored prefix, if the share `unread` of its reads is not done."""
         return self.compute + self.unhidden(unread)
 
     def unhidden(self, unread: float = 1.0) -> float:
-        """The part of `seconds` that reading it before would save."""
+        """Part of `seconds` that reading it earlier would save."""
         io = self.io * unread
         return max(io - self.compute, 0.0) if self.overlapped else io
 
 
 def most_of(estimates: Sequence[Estimate]) -> int:
-    """Which is the first that takes hardly longer than the fastest; the best comes first."""
+    """Index of the first estimate that takes hardly longer than the fastest; best quality first."""
     limit = HARDLY_LONGER * min(estimate.seconds() for estimate in estimates)
     return next(number for number, estimate in enumerate(estimates) if estimate.seconds() <= limit)
 
 
 class Estimator:
-    """Learns what computing and loading take; one thread."""
+    """Learns the times of computing and loading; one thread."""
 
     def __init__(self, hidden_size: int, *, overlapped: bool = True) -> None:
         """`hidden_size` of the model sets the initial ratio of the two terms of computing.
 
-        `overlapped`: layers are read while other layers are computed.
+        `overlapped`: whether layers are read while other layers are computed.
         """
         self._overlapped = overlapped
         per_pair = START_SECONDS_PER_TOKEN / (ATTENDED_PER_HIDDEN * hidden_size)
-        # Passes of the model, without loading: of their new tokens, and pairs of these and others.
+        # Passes of the model, without loading: x is new tokens, y is pairs that attend.
         self.computing = Cost(START_SECONDS_PER_TOKEN, per_pair, floored=True)
-        # What few tokens behind many that are cached took lately, for each of these.
+        # Recent seconds of few tokens after many cached ones, per cached token.
         self._behind: collections.deque[float] = collections.deque(maxlen=LATELY)
-        # For a blend: per token that is loaded, and by what factor computing takes longer there
+        # For a blend: seconds per loaded token, and the factor by which computing takes longer
         # than in a pass of SGLang's.
         self.blending = Cost(START_SECONDS_PER_LOADED, 1.0)
 
     def note_request(self, before: int, new: int, seconds: float) -> None:
-        """Learn that computing `new` tokens of a prompt behind `before` took `seconds`."""
+        """Learn that computing `new` tokens of a prompt after `before` took `seconds`."""
         self.computing.observe(new, pairs_of(before, new), seconds)
         if before > new:
             self._behind.append(seconds / before)
@@ -346,7 +348,7 @@ class Estimator:
     def estimate(
         self, work: RequestLengths, io_seconds: float, bits: float = EXACT_BITS
     ) -> Estimate:
-        """Estimate a request that loads all that is stored in these bits, reading `io_seconds`."""
+        """Estimate a request that loads its stored tokens in `bits`, reading for `io_seconds`."""
         hit = self.pass_seconds(work.resident + work.stored, work.new)
         computed = self._computing(work.resident, work.stored + work.new)
         return Estimate(1.0, io_seconds, hit, *computed, self._overlapped, bits)
@@ -354,10 +356,10 @@ class Estimator:
     def estimate_blend(
         self, work: RequestLengths, computed: float, io_seconds: float, *, measured: bool = True
     ) -> Estimate:
-        """Estimate a request that blends, of whose stored tokens `computed` are computed.
+        """Estimate a request that blends, and recomputes `computed` of its stored tokens.
 
-        `computed` is an average over the layers; all is read before. `measured`: False ignores what
-        earlier blends took, and says how fast one might be.
+        `computed` is an average over the layers; all reads are done before. `measured`: False
+        ignores earlier blends, for the time that one might take at best.
         """
         hit = self._blended_seconds(work, computed)
         if measured and self.blending.observations:
@@ -367,26 +369,26 @@ class Estimator:
         return Estimate(1.0, io_seconds, hit, *recompute, overlapped=False)
 
     def pass_seconds(self, before: float, new: float) -> float:
-        """Seconds that a pass over `new` tokens behind `before` takes, as far as known."""
+        """Seconds that a pass over `new` tokens after `before` takes, as far as known."""
         seconds = self.computing.seconds(new, pairs_of(before, new))
         if before > new and len(self._behind) > 1:
-            # The median, or less: one that waited for a compiler may be half of what is known.
+            # The lower median: one of two observations may have waited for a compiler.
             seconds = max(seconds, statistics.median_low(self._behind) * before)
         return seconds
 
     def computing_seconds(self, before: int, new: int) -> float | None:
-        """Seconds that computing `new` tokens behind `before` takes, or at most; None: unknown."""
+        """Seconds, or an upper bound, of computing `new` tokens after `before`; None if unknown."""
         return self._computing(before, new)[0]
 
     def faster_seconds(self, left: float, before: int, new: int) -> float | None:
-        """What computing takes, if that is less than the `left` seconds of a load; else None."""
+        """Seconds of computing, if less than the `left` seconds of a load; otherwise None."""
         computing = self.computing_seconds(before, new)
         return computing if computing is not None and left > computing else None
 
     def late_seconds(self, left: float, before: int, new: int) -> float | None:
-        """For how long a pass may wait for the rest of its prefix, which takes `left` seconds.
+        """Seconds that a pass may wait for the rest of its prefix, which takes `left` seconds.
 
-        None: it does not begin before that is there, for it would not hide it.
+        None if the rest takes longer than the pass, which could then not hide it.
         """
         pass_seconds = self.pass_seconds(before, new)
         return MOST_LATE * pass_seconds if left <= pass_seconds else None
@@ -395,10 +397,10 @@ class Estimator:
         return self.computing.bound(new, pairs_of(before, new))
 
     def _blended_seconds(self, work: RequestLengths, computed: float) -> float:
-        """What SGLang would take to compute so many tokens, spread evenly over the stored ones."""
+        """Seconds for SGLang to compute `computed` tokens, spread evenly over the stored ones."""
         return self.computing.seconds(computed, computed * (work.resident + work.stored / 2))
 
 
 def pairs_of(before: float, new: float) -> float:
-    """Number of pairs of a new token and one that it attends to, after `before` tokens."""
+    """Number of pairs of a new token and a token that it attends to, after `before` tokens."""
     return new * (before + (new + 1) / 2)

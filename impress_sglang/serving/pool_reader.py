@@ -16,8 +16,8 @@ from impress_sglang.storage.writer import WriteAbandoned
 class PoolLayerReader:
     """Reads the KVs of some slots layer by layer, on the writing thread.
 
-    On an accelerator the copies run on a stream of their own, after all forward passes that had
-    been launched when the reader was made, and after what makes `slots` on the current stream.
+    On an accelerator the copies run on a stream of their own, after all forward passes launched
+    before the reader was made, and after the work on the current stream that makes `slots`.
     """
 
     def __init__(
@@ -30,8 +30,8 @@ class PoolLayerReader:
     ) -> None:
         """`read` gathers keys and values of a layer from slots.
 
-        `abandoned` is set before the slots are given away. `reading` is held while the pool is
-        read: who holds it after that knows that nothing of it is being read.
+        `abandoned` is set before the slots are freed. `reading` is locked while the pool is read:
+        a thread that locks it afterwards knows that no read of the pool is in progress.
         """
         self._abandoned, self._reading = abandoned, reading
         self._read_layer = read
@@ -45,14 +45,14 @@ class PoolLayerReader:
             self._after = [forward_stream.record_event(), current.record_event()]
 
     def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [t, G, D] of a layer, on the CPU.
+        """Read keys and values [t, G, D] of a layer, on the CPU.
 
         Raises:
             WriteAbandoned: the slots may hold other KVs.
         """
         with self._reading:
             kvs = None if self._abandoned.is_set() else self._read(layer)
-        # If it has not been abandoned by now, what was read before is right.
+        # If it has not been abandoned by now, the KVs that were read are right.
         if kvs is None or self._abandoned.is_set():
             raise WriteAbandoned("its slots are given away")
         return kvs
@@ -68,7 +68,7 @@ class PoolLayerReader:
 
 @functools.lru_cache(maxsize=8)
 def reading_stream(device: torch.device, *others: Any) -> Any:
-    """The stream of a device on which pools are read, different from the given streams.
+    """Return the stream of a device on which pools are read, different from the given streams.
 
     Streams come from a small pool of the process, so a new one may be one that is in use.
     """

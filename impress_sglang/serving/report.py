@@ -1,4 +1,4 @@
-"""What users are told: of a request in `meta_info["impress"]`, of all in `/impress/stats`.
+"""Reports for users: of a request in `meta_info["impress"]`, of all in `/impress/stats`.
 
 And of the latest requests, on the page.
 """
@@ -30,8 +30,8 @@ NO_ESTIMATE: dict[str, object] = {
     "estimated_load_ms": None,
     "estimated_recompute_ms": None,
 }
-# Where tokens of a prompt come from: SGLang's pool, slots that other requests loaded, the store,
-# stored behind other text, left out where a part of a prefix is used, or computed.
+# Sources of the tokens of a prompt: SGLang's pool, slots that other requests loaded, the store,
+# stored after other text, left out where a part of a prefix is used, or computed.
 SOURCES = ("resident", "shared", "loaded", "blended", "unused", "computed")
 
 Row: TypeAlias = dict[str, Any]
@@ -40,7 +40,7 @@ MOST_REQUESTS = 200
 PERIOD_SECONDS = 10
 MOST_PERIODS = 180
 MOST_WORDS = 32
-# Fields of a report that the page shows, beside how the tokens of the prompt are split.
+# Fields of a report that the page shows, besides the split of the prompt's tokens.
 _SHOWN = (
     *("path", "why", "decision", "approximate", "bits_mean", "used_tokens", "blended_tokens"),
     *("ssd_bytes", "wait_ms", "prefetched", "not_stored"),
@@ -51,7 +51,7 @@ _SHOWN = (
 def split_tokens(num_tokens: int, **sources: int) -> dict[str, int]:
     """Split the tokens of a prompt by their sources; the rest, beyond `sources`, is computed.
 
-    The prefix of a request that was put back may reach into its answer, which is not counted.
+    The prefix of a retracted request may extend into its answer, which is not counted.
     """
     split, left = {}, num_tokens
     for source in SOURCES[:-1]:
@@ -61,14 +61,14 @@ def split_tokens(num_tokens: int, **sources: int) -> dict[str, int]:
 
 
 def split_again(report: Mapping[str, Any], **sources: int) -> dict[str, int]:
-    """Split the same tokens of a report's prompt by other sources."""
+    """Split the tokens of a report's prompt again, by other sources."""
     return split_tokens(sum(report["tokens"].values()), **sources)
 
 
 def new_report(policy: str, resident_len: int, num_tokens: int = 0) -> dict[str, object]:
     """The `meta_info["impress"]` of a request before any stored prefix is used.
 
-    docs/api.md says what each field means. Lengths are in tokens, times in milliseconds; the
+    docs/api.md describes each field. Lengths are in tokens, times in milliseconds; the
     counters of reads are those of `ReadStats`. `probe_ms` and `load_ms` are the host's time: on an
     accelerator they include waiting for the device, which may still be computing earlier layers.
     """
@@ -110,8 +110,8 @@ def unused_report(policy: str, truncated_tokens: int) -> dict[str, object]:
 def estimate_fields(estimate: Estimate, *, loads: bool) -> dict[str, object]:
     """The fields of a report about the decision between loading and computing.
 
-    `loads`: what was decided. The estimates are of all reads, also those that were done while the
-    request waited. Before the server has seen a long pass, that of loading is None, and that of
+    `loads`: the decision. The estimates include all reads, also those done while the request
+    waited. Before the server has seen a long pass, the estimate of loading is None, and that of
     computing an upper bound.
     """
     load, recompute = (
@@ -128,7 +128,7 @@ def estimate_fields(estimate: Estimate, *, loads: bool) -> dict[str, object]:
 
 
 class RequestTotals(dict[str, Any]):
-    """Counters over all requests since start: sums of the figures of their reports, and counts."""
+    """Totals over all requests since start: sums of the figures in their reports, and counts."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -141,7 +141,7 @@ class RequestTotals(dict[str, Any]):
             prompt_tokens=dict.fromkeys(SOURCES, 0),
         )
         figures = new_report("", 0).items()
-        # Not isinstance(): a flag is an int to it.
+        # Not isinstance(): it takes a flag for an int.
         self._summed = [name for name, value in figures if type(value) in (int, float)]
         self.update(dict.fromkeys(self._summed, 0))
 
@@ -183,9 +183,9 @@ class RecentRequests:
         report: Mapping[str, Any],
         **seconds: float,
     ) -> None:
-        """Note a request that has ended, of a prompt in a namespace as the store names it.
+        """Record a finished request; `namespace` is as in the store.
 
-        `seconds`: it `waited` for others; `loading` its prefix, in the queue or in the pass; and
+        `seconds`: `waited` for others; `loading` its prefix, in the queue or in the pass; and
         `computing`, the rest, until its first token.
         """
         first = np.array(tokens[:BLOCK_TOKENS], np.int32)
@@ -209,7 +209,7 @@ class RecentRequests:
             self._periods[-1][place] += report["tokens"][source]
 
     def digest(self, namespace: str, tokens: Tokens) -> str:
-        """Digest of how a prompt, int32 [n], begins; differs by process; "" for a short prompt."""
+        """Digest of the first of these tokens, int32 [n]; differs by process; "" if too short."""
         hashes = self._hashes.of(namespace, tokens[:BLOCK_TOKENS])
         return "".join(f"{value:016x}" for value in hashes.tolist())
 
@@ -218,11 +218,11 @@ class RecentRequests:
         return tokens[:MOST_WORDS].tolist() if self._show_prompts else None
 
     def after(self, number: int) -> list[Row]:
-        """The requests that ended after the one of this number, the latest first."""
+        """Return the requests that ended after number `number`, the latest first."""
         return list(itertools.takewhile(lambda row: row["number"] > number, reversed(self._rows)))
 
     def periods(self) -> list[list[int]]:
-        """When each period with requests began, and its tokens by `SOURCES`, earliest first.
+        """Start of each period with requests, and its tokens by `SOURCES`, earliest first.
 
         Periods last ten seconds; the last half hour's worth of periods with requests is kept.
         """

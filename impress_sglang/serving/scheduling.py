@@ -1,9 +1,9 @@
 """The order in which queued requests are admitted, by what is cached of each (CaR III-B1).
 
-In a window at the head of the queue, as SGLang's policy has ordered it, requests of equal priority
-that would make others wait change places with them: one that still has to be read lets those that
-are ready pass. A request lets others pass for as long as it takes itself, and no more of them than
-the window is long. So the mean falls and the tail hardly rises (Nudge: Grosof, Yang, Scully,
+In a window at the head of the queue, in the order of SGLang's policy, requests of equal priority
+that would delay others change places with them: one that still has to be read lets ready requests
+pass. A request lets others pass for as long as it takes itself, and no more of them than the
+window is long. So the mean falls and the tail hardly rises (Nudge: Grosof, Yang, Scully,
 Harchol-Balter, SIGMETRICS 2021, where each is overtaken once). No request is held back: SGLang
 admits those it can.
 """
@@ -23,8 +23,8 @@ WINDOW = 16
 
 
 class Serving(NamedTuple):
-    """What serving a waiting request takes, whether anything of it is cached, and the share of that
-    which is left to read."""
+    """Estimated times of a waiting request, whether any of its tokens are cached, and the share of
+    these that is not read yet."""
 
     estimate: Estimate
     cached: bool
@@ -33,7 +33,7 @@ class Serving(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class _Place:
-    """A request in the queue, of which the lowest rank comes first.
+    """A request in the queue; lower ranks come first.
 
     Serving it takes `seconds`. `passed`: seconds of each request that overtook it, by its number.
     """
@@ -44,27 +44,27 @@ class _Place:
     passed: dict[int, float]
 
     def lets(self, other: _Place) -> bool:
-        """Whether it lets another one pass."""
+        """Whether it lets another request pass."""
         passed = self.passed | {other.number: other.seconds}
         within = len(passed) <= WINDOW and sum(passed.values()) <= self.seconds
         return self.rank > other.rank and within
 
 
 class QueueOrder:
-    """Reorders the head of a waiting queue; of SGLang's requests it looks at `rid` and `priority`.
+    """Reorders the head of a waiting queue; uses only `rid` and `priority` of SGLang's requests.
 
-    It reorders what it finds: whether SGLang undoes that before the next pass does not matter.
+    It does not matter whether SGLang undoes the order before the next pass.
     """
 
     def __init__(self, schedule: str, look: Callable[[str], Serving | None]) -> None:
-        """`schedule`: see `_place`; `look` says what serving an id takes, None if nobody knows."""
+        """`schedule`: see `_place`; `look` returns the times of a request id, None if unknown."""
         self._schedule = schedule
         self._look = look
         self._arrivals = itertools.count()
         self._known = dict[str, tuple[int, dict[int, float]]]()
 
     def forget(self, rid: str) -> None:
-        """Forget a request, which was admitted or is gone; one that comes back is a new one."""
+        """Forget a request that was admitted or has ended; a retracted one counts as new."""
         self._known.pop(rid, None)
 
     def arrange(self, queue: list[Any]) -> None:
@@ -83,9 +83,10 @@ class QueueOrder:
         queue[:WINDOW] = [request for request, _ in arranged]
 
     def _place(self, rid: str) -> _Place:
-        """The place of a request.
+        """Compute the place of a request.
 
-        `CLASSES`: what is cached is ready; nothing is cached; it still has to be read. `SHORTEST`:
+        `CLASSES`: first requests whose cached tokens are ready, then those without cached tokens,
+        then those that still have to be read. `SHORTEST`:
         by seconds, but requests for which the engine would wait for the drive come after all
         others. They are read while the others are computed. If they went first, the engine would be
         idle for as long as it waits: near capacity that loses more than the order gains.

@@ -1,7 +1,7 @@
-"""What serves stored prefixes in one scheduler: the store, what is learnt of costs, and counts.
+"""Serves stored prefixes in one scheduler: holds the store, the learnt costs, and the counters.
 
-The store is opened, set aside, and replaced with the weights that are served. Whatever may wait for
-the disk runs in the background; a server goes on computing meanwhile.
+The store is opened, suspended, and replaced with the weights that are served. Work that may wait
+for the disk runs in the background; a server continues computing meanwhile.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from impress_sglang.transfer.codecs import Codec
 
 logger = logging.getLogger(__name__)
 
-# Why no store is used: one is being opened, or could not be opened.
+# Reasons why no store is used: one is being opened, or could not be opened.
 OPENING = "opening"
 NOT_OPENED = "not opened"
-# Seconds that a server waits at its start for a store with many segments to open.
+# Seconds that a starting server waits for a store with many segments to open.
 START_SECONDS = 5.0
 
 
 class Service:
-    """The store of a scheduler and what goes with it; the scheduler's thread owns it.
+    """The store of a scheduler and its costs, counters and memory. Thread: scheduler.
 
-    There is at most one open store, which hands its memory on to the store that follows it.
+    At most one store is open; it passes its memory to the next one.
     """
 
     store_class = PrefixStore
@@ -60,7 +60,7 @@ class Service:
         hidden_size: int,
         codec: Codec | None = None,
     ) -> None:
-        """Open the store of these weights; `device`: where slots are, `hidden_size`: of the model.
+        """Open the store of these weights; `device` has the slots, `hidden_size` is the model's.
 
         `codec` codes KVs; None if the shape has no codes. A store that takes longer to open than
         START_SECONDS is taken over later, and requests are computed until then.
@@ -73,15 +73,15 @@ class Service:
         self.shape = shape
         self.policy = make_policy(config)
         self.self_test_seconds: float | None = None
-        """What showing took that KVs come back as they were; None if nothing is stored."""
+        """Duration of the self-test that KVs come back unchanged; None if nothing is stored."""
         self.totals = RequestTotals()
         self.recent = RecentRequests(show_prompts=config.show_prompts == ON)
         self.metrics: ServingMetrics | None = None
-        """What Prometheus reads; None unless metrics are wanted."""
+        """Metrics for Prometheus; None unless enabled."""
         self.describe_pool: Callable[[], dict[str, int]] = dict
-        """Returns who has how much of the pool of slots, in tokens; set by the pool's owner."""
+        """Returns the use of the pool of slots, in tokens; set by the pool's owner."""
         self.lookahead = LookAhead(enabled=config.lookahead == ON)
-        """What queued requests will use, and each request's turn."""
+        """Chunks that queued requests will use, and the turn of each request."""
         self._make_store = functools.partial(
             self.store_class,
             config,
@@ -94,11 +94,11 @@ class Service:
         """Codes KVs; None if the shape has no codes."""
         self.estimator = Estimator(hidden_size, overlapped=config.readahead > 0)
         self.counts: Memory | None = None
-        """Where prompts are counted for this rank of all replicas; None: for this process."""
+        """Memory in which this rank of all replicas counts prompts; None: only this process."""
         self.usual = self.class_of(LoadOptions(bits=config.usual_bits, blend=config.blend))
-        """The class of a request that asks for nothing else."""
+        """Class of requests without options."""
         self.identity = identity
-        """The model identity of the store that is open or being opened; empty if there is none."""
+        """Model identity of the store that is open or being opened; empty if there is none."""
         self.aside: str | None = None
         """Why the store may not be used, even if open (`plugin.weights`); None if it may."""
         self.opened: PrefixStore | None = None
@@ -116,7 +116,7 @@ class Service:
 
     @property
     def store(self) -> PrefixStore:
-        """The store, for callers that know that one is open: it is used, or a request reads it."""
+        """The open store, for callers that use it, or while a request reads it."""
         assert self.opened is not None
         return self.opened
 
@@ -127,28 +127,29 @@ class Service:
 
     @property
     def in_use(self) -> bool:
-        """Whether prefixes are looked for in the store, and offered to it."""
+        """Whether prefixes are matched with the store, and offered to it."""
         return self.policy.stores and self.suspended is None
 
     def use_again(self) -> None:
-        """Use the store once it is open: all KVs in the pool now belong to `identity`."""
+        """Resume the use of the store, or of the one being opened: all KVs in the pool now belong
+        to `identity`."""
         if self.aside is not None:
             self.aside = None
             self._say_used()
 
     def reopen(self, identity: str) -> None:
-        """Serve other weights; to be called while no request reads a prefix.
+        """Switch to other weights; must be called while no request reads a prefix.
 
-        The old store is closed and then the new one opened in the background; `take_over` puts the
-        new one into use.
+        The old store is closed and the new one opened in the background; `take_over` starts to use
+        the new one.
         """
         logger.info("prefixes of other weights are set aside; opening the store of %s", identity)
         self._discard_opening()
         store, self.opened = self.opened, None
-        # Its segments mean nothing to another store: purges begin anew.
+        # Another store has other segments: purges begin again.
         self.purges.clear()
         if store is not None:
-            # Now, so that no write tells the tree cache of its end from the other thread.
+            # Now, so that no write reports its end to the tree cache from the other thread.
             store.writes.abandon()
             # Memory is kept: allocating it again would take long, or fail.
             self._memory = store.retire().emptied(self.config)
@@ -157,19 +158,19 @@ class Service:
         self._opening = self._opener.submit(StoreDisk, self.config, identity)
 
     def poll(self) -> None:
-        """Take in what other threads have done; never waits."""
+        """Process results of other threads; never waits."""
         self.take_over()
         if self.opened is not None:
             self.opened.poll()
 
     def take_over(self) -> None:
-        """Put a store that was opened in the background into use, if ready; never waits for it."""
+        """Start to use a store that was opened in the background, if ready; never waits for it."""
         if self._opening is None or not self._opening.done():
             return
         try:
             self._take_opened()
         except Exception as error:
-            # Whatever the error is, answers are right without the store.
+            # Answers are correct without the store, whatever the error is.
             logger.error(
                 "the store of these weights cannot be opened; the next flush tries again: %s",
                 error,
@@ -200,27 +201,27 @@ class Service:
             logger.info("the store is used again, for weights %s", self.identity)
 
     def class_of(self, wanted: LoadOptions) -> KVClass:
-        """The class of the KVs that a request gets."""
+        """Return the class of the KVs that a request gets."""
         suffice = self.shape.coded and self.policy.bits(wanted) <= self.config.code_bits
         bits = self.shape.code_bits if suffice else EXACT_BITS
         return KVClass.of(dataclasses.replace(wanted, bits=bits))
 
     def least(self, wanted: LoadOptions) -> Quality | None:
-        """The worst stored quality that a request takes; None: nothing that is stored."""
+        """Worst stored quality that a request accepts; None if it accepts no stored KVs."""
         return self.least_of(self.class_of(wanted))
 
     def least_of(self, kv_class: KVClass) -> Quality | None:
-        """The same, of a request in a class."""
+        """Worst stored quality that requests of a class accept; None as in `least`."""
         if kv_class.exact and not self.shape.exact:
             return None
         return kv_class.worst(self.config.approximation_depth)
 
     def reorder(self) -> dict[str, int] | None:
-        """Search for prefixes worth reordering; None where nothing is ever reordered."""
+        """Search for prefixes worth reordering; None if the policy never reorders."""
         return None
 
     def count(self, report: dict[str, Any]) -> None:
-        """Count a request that has ended, by its report."""
+        """Count a finished request by its report."""
         self.totals.add(report)
         if self.metrics is not None:
             self.metrics.observe(report)
@@ -234,7 +235,7 @@ class Service:
             self.metrics.tell(self.summary, now=now or (idle and self.metrics.has_news))
 
     def summary(self) -> dict[str, Any]:
-        """What `GET /impress/stats` shows of the store, and of requests that are over."""
+        """Return the content of `GET /impress/stats`: store, caches, and finished requests."""
         self.poll()
         totals, store = self.totals.items(), self.opened
         return {
@@ -253,9 +254,9 @@ class Service:
         }
 
     def close(self) -> None:
-        """Finish writes and close the store; nothing is served after that.
+        """Finish writes and close the store; nothing is served afterwards.
 
-        A store that is still being opened is waited for no longer than `--impress-io-timeout`.
+        Waits for a store that is being opened no longer than `--impress-io-timeout`.
         """
         (self._memory if self.opened is None else self.opened).close()
         self._discard_opening()

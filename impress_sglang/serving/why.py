@@ -11,7 +11,7 @@ Why: TypeAlias = dict[str, str | None]
 
 
 class Reason(enum.StrEnum):
-    """What decided which prefix a request got; `meaning` says it in words."""
+    """Reason why a request got its prefix, or none; `meaning` is the text for users."""
 
     meaning: str
 
@@ -65,12 +65,12 @@ Detail: TypeAlias = tuple[Reason, str]
 
 
 def say(reason: Reason, detail: str = "") -> Why:
-    """The answer that has this one reason."""
+    """Return the answer with a single reason."""
     return {"reason": reason, "text": sentence_of(reason, detail), "rest": None}
 
 
 def hit_of(report: Mapping[str, Any], least_resident: float) -> Detail | None:
-    """What the prefix of a request was, if it has one; resident, if it is not shorter."""
+    """Return the kind of a request's prefix, if any; resident only from `least_resident` tokens."""
     for reason in (Reason.BLENDED, Reason.LOADED, Reason.SHARED, Reason.RESIDENT):
         tokens = report[f"{reason}_tokens"]
         if tokens and (reason is not Reason.RESIDENT or tokens >= least_resident):
@@ -80,7 +80,6 @@ def hit_of(report: Mapping[str, Any], least_resident: float) -> Detail | None:
 
 
 def sentence_of(reason: Reason, detail: str) -> str:
-    """A reason in words."""
-    # Not `capitalize`, which makes the rest small.
+    # Not `capitalize`, which lowers the rest.
     text = reason.meaning[0].upper() + reason.meaning[1:]
     return f"{text}: {detail}." if detail else f"{text}."
