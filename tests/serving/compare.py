@@ -33,7 +33,7 @@ def logprob_distance(left: Answer, right: Answer) -> float:
 def assert_as_stock(server: Server, stock: Server, prompt: list[int], path: str = "ssd") -> None:
     """A prompt's prefix comes from there, and the answer is right."""
     expected, answer = (
-        own.generate([*prompt, 5, 6, 7], 4, return_logprob=True) for own in (stock, server)
+        one.generate([*prompt, 5, 6, 7], 4, return_logprob=True) for one in (stock, server)
     )
     assert report(answer)["path"] == path, report(answer)["why"]
     assert_same([expected], [answer], 1e-4)

@@ -78,7 +78,7 @@ def serve(workdir: Path, start: Serve) -> Serve:
     def serve(
         name: str, *flags: str, store: str | None = None, words: bool = False, **how: Any
     ) -> contextlib.AbstractContextManager[Server]:
-        own = (
+        defaults = (
             *(flag for flag in TINY_FLAGS if not (words and flag == WORDLESS)),
             *store_flags(workdir / f"store-{store or name}"),
             "--impress-min-prefix-tokens=64",
@@ -86,7 +86,7 @@ def serve(workdir: Path, start: Serve) -> Serve:
             "--impress-device-gb=0.1",
             "--impress-host-gb=0.2",
         )
-        return start(name, *own, *flags, **how)
+        return start(name, *defaults, *flags, **how)
 
     return serve
 

@@ -17,7 +17,8 @@ def segments(server: Server) -> set[Path]:
 
 def segment_of(server: Server, prompt: list[int]) -> Path:
     """The file with the last tokens of a stored prompt; newer ones may be rewritten ones."""
-    stored = {own: read_header(own, FileSystem()).info.tokens.tolist() for own in segments(server)}
+    headers = {path: read_header(path, FileSystem()) for path in segments(server)}
+    stored = {path: header.info.tokens.tolist() for path, header in headers.items()}
     (found,) = (path for path, tokens in stored.items() if prompt[-len(tokens) :] == tokens)
     return found
 

@@ -45,7 +45,7 @@ RANKED = "tests.serving.ranks_server"
 SCRIPT = "tests.serving.script"
 SCRIPT_VARIABLE, ARGUMENTS_VARIABLE = "TESTS_SCRIPT", "TESTS_SCRIPT_ARGUMENTS"
 ENDED = "ended with status "
-LABELS = {label for own in (*COUNTERS, *GAUGES) for label in own.labels}
+LABELS = {label for metric in (*COUNTERS, *GAUGES) for label in metric.labels}
 RANKS = {"cache_type", "tp_rank", "pp_rank", "dp_rank"}
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}
 SCRIPT_TIMEOUT_S = 300
@@ -96,8 +96,8 @@ class Zygote(ZygoteProcess):
         # Triton decides when it is imported whether it interprets; torch_native does not use it.
         on_cpu = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
         # Tensor cores round float32 to ten bits, unless Triton is told not to.
-        own = {"TRITON_F32_DEFAULT": "ieee"} if on_cuda() else on_cpu
-        super().__init__(server_environment({"TORCHDYNAMO_DISABLE": "1", **own}))
+        settings = {"TRITON_F32_DEFAULT": "ieee"} if on_cuda() else on_cpu
+        super().__init__(server_environment({"TORCHDYNAMO_DISABLE": "1", **settings}))
 
     def run(self, script: Path, log: Path, *arguments: str) -> str:
         """Run a Python file in a fork, where SGLang is imported; it has to end well.
@@ -105,8 +105,8 @@ class Zygote(ZygoteProcess):
         Returns:
             What it printed.
         """
-        own = {SCRIPT_VARIABLE: str(script), ARGUMENTS_VARIABLE: json.dumps(arguments)}
-        process = self.fork([], log, preload=SCRIPT, environment=own)
+        variables = {SCRIPT_VARIABLE: str(script), ARGUMENTS_VARIABLE: json.dumps(arguments)}
+        process = self.fork([], log, preload=SCRIPT, environment=variables)
         wait_until(lambda: not process.is_alive(), SCRIPT_TIMEOUT_S)
         told, _, status = log.read_text(errors="replace").rpartition(ENDED)
         assert status.strip() == "0", tail(told + status)
@@ -139,7 +139,7 @@ class Server(RunningServer):
         self, input_ids: Sequence[int], max_new_tokens: int = 8, **fields: Any
     ) -> requests.Response:
         """Greedy generation of exactly so many tokens; `impress_...` are custom parameters."""
-        custom = {own: fields.pop(own) for own in [*fields] if own.startswith("impress_")}
+        custom = {key: fields.pop(key) for key in [*fields] if key.startswith("impress_")}
         body = body_of(input_ids, max_new_tokens, custom)
         body["sampling_params"] |= fields.pop("sampling_params", {})
         return self.post("/generate", **body, **fields)
@@ -180,8 +180,8 @@ class Server(RunningServer):
     def forgive(self, error: str) -> None:
         """Each exception that the log has so far is this one, which was raised on purpose."""
         text = self.log_text()
-        own = text[self._forgiven :]
-        assert own.count(TRACEBACK) == own.count(error), tail(own)
+        recent = text[self._forgiven :]
+        assert recent.count(TRACEBACK) == recent.count(error), tail(recent)
         self._forgiven = len(text)
 
     def assert_whole(self) -> None:
@@ -219,8 +219,8 @@ class Server(RunningServer):
             for name in names[::2]:
                 time.sleep(0.1)
                 self.post("/abort_request", rid=name)
-            for own in asked:
-                own.result(120)
+            for answer in asked:
+                answer.result(120)
 
     def tell_where(self) -> None:
         """Have all threads of all its processes written to the log, if it was forked."""
@@ -232,23 +232,23 @@ class Server(RunningServer):
 def schedulers_of(server: Server) -> list[psutil.Process]:
     """The processes of a server that have a model and a store, in the order of their ranks."""
     children = psutil.Process(server.pid).children(recursive=True)
-    found = {own: " ".join(own.cmdline()) for own in children}
+    found = {child: " ".join(child.cmdline()) for child in children}
     return sorted(
-        (own for own, title in found.items() if title.startswith("sglang::scheduler")),
-        key=lambda own: found[own],
+        (child for child, title in found.items() if title.startswith("sglang::scheduler")),
+        key=lambda child: found[child],
     )
 
 
 def metrics_of(server: Server) -> dict[str, float]:
     """Our own, by name and label: of the first of several ranks, and of all replicas together."""
     text = requests.get(f"{server.url}/metrics", timeout=30).text
-    samples = (own for family in text_string_to_metric_families(text) for own in family.samples)
+    families = text_string_to_metric_families(text)
     found = Counter[str]()
-    for own in samples:
-        if own.name.startswith(PREFIX) and own.labels.get("tp_rank", "0") == "0":
-            mine = {key: value for key, value in own.labels.items() if key in LABELS}
-            assert own.labels.keys() - mine.keys() <= {"le", "pid", *RANKS}, own.labels
-            found[" ".join([own.name.removeprefix(PREFIX), *mine.values()])] += own.value
+    for sample in (sample for family in families for sample in family.samples):
+        if sample.name.startswith(PREFIX) and sample.labels.get("tp_rank", "0") == "0":
+            mine = {key: value for key, value in sample.labels.items() if key in LABELS}
+            assert sample.labels.keys() - mine.keys() <= {"le", "pid", *RANKS}, sample.labels
+            found[" ".join([sample.name.removeprefix(PREFIX), *mine.values()])] += sample.value
     return found
 
 
@@ -291,24 +291,24 @@ def running(
     `faults` its disk fails, one that `retracts` takes requests out and puts them back all the time,
     `ranks` share its heads, `stages` its layers, `replicas` its requests.
     """
-    own, modules, more = {**(environment or {})}, [preload or ""], list[str]()
+    variables, modules, more = {**(environment or {})}, [preload or ""], list[str]()
     if retracts:
-        own |= RETRACT
+        variables |= RETRACT
         modules.append(RETRACTING)
     if faults is not None:
-        own[CONTROL_VARIABLE] = str(faults.path)
+        variables[CONTROL_VARIABLE] = str(faults.path)
         modules.append(FAULTY)
     if ranks * stages * replicas > 1:
         modules.append(RANKED)
         more = [f"--tp-size={ranks}", f"--pp-size={stages}", f"--dp-size={replicas}"]
         cores = (str(number % 2) for number in range(ranks * stages * replicas))
-        own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(cores)
+        variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(cores)
     with contextlib.closing(ReservedPort()) as port:
         argv = [f"--model-path={model}", f"--port={port.number}", *USUAL_FLAGS, *place_flags()]
         argv += [*flags, *more]
         process: ForkServerProcess | LaunchedProcess
         if zygote is not None:
-            process = zygote.fork(argv, log, preload=",".join(modules), environment=own)
+            process = zygote.fork(argv, log, preload=",".join(modules), environment=variables)
         else:
             process = LaunchedProcess(
                 [sys.executable, "-m", "sglang.launch_server", *argv],

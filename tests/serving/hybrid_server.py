@@ -40,8 +40,8 @@ def convolve(
     for span, (slot, known) in zip(_spans(how["query_start_loc"]), rows, strict=True):
         before = conv_states[slot] if known else torch.zeros_like(conv_states[slot])
         whole = torch.cat([before, x[:, span]], 1)
-        own = F.conv1d(whole[None], weight[:, None], bias, groups=len(weight))[0]
-        out[:, span] = F.silu(own)
+        summed = F.conv1d(whole[None], weight[:, None], bias, groups=len(weight))[0]
+        out[:, span] = F.silu(summed)
         conv_states[slot] = whole[:, -width:]
     return out
 
@@ -66,7 +66,7 @@ def gates(a_log: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> tuple[Tensor, Te
 def _apply(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, share: Tensor) -> Tensor:
     """Tokens [tokens, heads, ...] after `state` [heads, values, keys], which changes."""
     ratio = v.shape[1] // k.shape[1]
-    rows = (own[None] for own in (q.repeat_interleave(ratio, 1), k.repeat_interleave(ratio, 1), v))
+    rows = (x[None] for x in (q.repeat_interleave(ratio, 1), k.repeat_interleave(ratio, 1), v))
     how = {"initial_state": state.mT[None], "output_final_state": True}
     out, new = torch_chunk_gated_delta_rule(
         *rows, decay[None], share[None], use_qk_l2norm_in_kernel=True, **how
@@ -83,7 +83,7 @@ def extend(*, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **how: A
         for first in range(span.start, span.stop, CHUNK):
             kept.append(states[slot].clone())
             part = slice(first, min(first + CHUNK, span.stop))
-            out[0, part] = _apply(states[slot], *(own[0, part] for own in (q, k, v, g, beta)))
+            out[0, part] = _apply(states[slot], *(x[0, part] for x in (q, k, v, g, beta)))
     return out, None, torch.stack(kept)[None]
 
 
@@ -114,8 +114,8 @@ def split(
     each = v_heads // heads
     sizes = [dim, dim, each * v_dim, each * v_dim]
     q, k, v, z = qkvz.unflatten(1, (heads, -1)).split(sizes, 2)
-    b, a = (own.reshape(-1, v_heads) for own in ba.unflatten(1, (heads, -1)).split(each, 2))
-    mixed = torch.cat([own.flatten(1) for own in (q, k, v)], 1)
+    b, a = (x.reshape(-1, v_heads) for x in ba.unflatten(1, (heads, -1)).split(each, 2))
+    mixed = torch.cat([x.flatten(1) for x in (q, k, v)], 1)
     return mixed, z.reshape(-1, v_heads, v_dim), b, a
 
 
@@ -157,4 +157,4 @@ qwen3_next.RMSNormGated = qwen3_next.FusedRMSNormGated = Norm
 torch.get_device_module = lambda *_: torch.cpu
 MambaAttnBackendBase = hybrid_linear_attn_backend.MambaAttnBackendBase
 MambaAttnBackendBase._track_pools = lambda _: None
-torch.Tensor.pin_memory = lambda own, *_, **__: own  # type: ignore[method-assign]
+torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]

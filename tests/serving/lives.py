@@ -128,8 +128,8 @@ class Life:
     def live(self, seconds: float, zygote: Zygote) -> None:
         """A start, traffic with events for so long, and an end."""
         lives, world = self._lives, self._world
-        own = self._weights, self._usual, self._flags, self._retracts
-        world.note(f"life {self._number}: {own}")
+        how = self._weights, self._usual, self._flags, self._retracts
+        world.note(f"life {self._number}: {how}")
         with running(
             lives.models[self._weights],
             lives.store.with_name(f"life-{self._number}.log"),
@@ -157,7 +157,7 @@ class Life:
         world.must_have(self._weights)
         self._probe()
         schedulers = schedulers_of(self._server)
-        before = [Footprint.of(own) for own in schedulers]
+        before = [Footprint.of(process) for process in schedulers]
         seed = f"{lives.seed} {self._number} client"
         clients = [
             Client(world, f"c{i}", f"{seed} {i}", self._usual, lives.kinds, self._without)
@@ -266,7 +266,7 @@ class Life:
         deadline = time.monotonic() + 30
         while True:
             stats = _replicas(self._server.stats())
-            left = any(own["requests_live"] for own in stats)
+            left = any(replica["requests_live"] for replica in stats)
             if not left or time.monotonic() > deadline:
                 self._require(not left, "requests are left")
                 return stats
@@ -359,9 +359,9 @@ class Life:
         self, schedulers: Sequence[psutil.Process], before: Sequence[Footprint]
     ) -> None:
         """Idle, the server holds nothing: no slots, no locks, no descriptors, little memory."""
-        for own in self._idle():
-            self._require_sound(own)
-            pool = own["device_pool"]
+        for replica in self._idle():
+            self._require_sound(replica)
+            pool = replica["device_pool"]
             left = {kind: pool[kind] for kind in pool.keys() - {"tokens"}}
             self._require(not any(left.values()), f"slots are left: {pool}")
         for scheduler, start in zip(schedulers, before, strict=True):
@@ -387,11 +387,11 @@ class Life:
 
     def _stored_bytes(self) -> tuple[int, int] | None:
         """As the server has it, and of the files; None while it has no store."""
-        stores = [own["store"] for own in _replicas(self._server.stats())]
+        stores = [replica["store"] for replica in _replicas(self._server.stats())]
         if None in stores:
             return None
-        sizes = [segment_sizes(Path(own["directory"])).values() for own in stores]
-        return sum(own["used_bytes"] for own in stores), sum(map(sum, sizes))
+        sizes = [segment_sizes(Path(store["directory"])).values() for store in stores]
+        return sum(store["used_bytes"] for store in stores), sum(map(sum, sizes))
 
     def _check_log(self) -> None:
         try:

@@ -90,9 +90,10 @@ def _tell(tree: ServedCache, asked: Any) -> list[Any]:
     state = json.dumps([nodes, free, _idle.hexdigest()], default=str)
     store = tree.service.store
     space = namespace_of(asked)
-    found = [_match(store, space, as_tokens(own)).num_tokens for own in asked.value]
-    own = {"tree": hashlib.sha256(state.encode()).hexdigest(), "stored": found, "cost": dict(_cost)}
-    return [json.loads(text) for text in tree.ranks.gather(json.dumps(own))]
+    found = [_match(store, space, as_tokens(prompt)).num_tokens for prompt in asked.value]
+    tree_digest = hashlib.sha256(state.encode()).hexdigest()
+    told = {"tree": tree_digest, "stored": found, "cost": dict(_cost)}
+    return [json.loads(text) for text in tree.ranks.gather(json.dumps(told))]
 
 
 def _add_routes(*_: Any, **__: Any) -> None:

@@ -71,9 +71,9 @@ def _decode(
 ) -> None:
     """Of one token of each request."""
     for row, (first, last) in enumerate(itertools.pairwise(ends[: len(queries) + 1].tolist())):
-        own = slots[first:last].long()
+        part = slots[first:last].long()
         out[row : row + 1] = rectangular_attention(
-            queries[row : row + 1], key_pool[own], value_pool[own], scaling=sm_scale, causal=False
+            queries[row : row + 1], key_pool[part], value_pool[part], scaling=sm_scale, causal=False
         )
 
 
@@ -92,4 +92,4 @@ def _unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
 
 for _name in ("tensor", "empty", "zeros", "full", "ones", "arange"):
     setattr(torch, _name, _unpinned(getattr(torch, _name)))
-torch.Tensor.pin_memory = lambda own, *_, **__: own  # type: ignore[method-assign]
+torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]

@@ -62,7 +62,7 @@ def passes_of(
     greedy = {"temperature": 0, "ignore_eos": True, "custom_params": {"impress_bits": "exact"}}
     body = {
         "input_ids": prompts,
-        "sampling_params": [{**greedy, "max_new_tokens": own} for own in new_tokens],
+        "sampling_params": [{**greedy, "max_new_tokens": count} for count in new_tokens],
         "rid": [f"{begun}-{number}" for number in range(len(prompts))],
     }
 
@@ -88,8 +88,8 @@ def test_those_who_wait_for_prefixes_are_one_pass(impress: Server) -> None:
         [*prefix, *random_tokens(20, seed=95 + number)] for prefix in prefixes for number in (0, 1)
     ]
     answers, passes = passes_of(impress, questions, [4] * 6)
-    assert sum(report(own)["loaded_tokens"] for own in answers) == 3 * 500
-    assert all(report(own)["prefix_tokens"] == 500 for own in answers)
+    assert sum(report(answer)["loaded_tokens"] for answer in answers) == 3 * 500
+    assert all(report(answer)["prefix_tokens"] == 500 for answer in answers)
     assert sum(int(begin) for begin, _ in passes) == 6 and len(passes) <= 3
 
 
@@ -100,7 +100,7 @@ def test_who_does_not_fit_does_not_hold_up_those_who_wait(impress: Server) -> No
     large = random_tokens(5000, seed=113)
     answers, passes = passes_of(impress, [first, waits, large], [800, 1, 3100], aborted="2")
     assert sum(int(begin) for begin, _ in passes[:2]) == 2, "both begin before there is room"
-    assert [report(own)["prefix_tokens"] for own in answers[:2]] == [500, 500]
+    assert [report(answer)["prefix_tokens"] for answer in answers[:2]] == [500, 500]
 
 
 def test_the_same_history_gives_the_same_answers(impress: Server) -> None:
@@ -108,7 +108,7 @@ def test_the_same_history_gives_the_same_answers(impress: Server) -> None:
     questions = [[*prefix, *random_tokens(20, seed=61 + number)] for number in range(3)]
     runs = []
     for _ in range(2):
-        runs.append([impress.generate(own, 6, return_logprob=True) for own in questions])
+        runs.append([impress.generate(question, 6, return_logprob=True) for question in questions])
         impress.flush()
     assert_same(*runs, 0.0)
     told = [[report(answer)["bits_mean"] for answer in run] for run in runs]
@@ -135,9 +135,9 @@ def two_ranks(serve: Serve, basis: Path) -> Iterator[Server]:
         server.assert_whole()
 
 
-@pytest.mark.parametrize(("name", "most", "least"), [("coded", 0.0, 5), ("two_ranks", 1.0, 4)])
+@pytest.mark.parametrize(("name", "slack", "min_ratio"), [("coded", 0.0, 5), ("two_ranks", 1.0, 4)])
 def test_a_prefix_comes_in_the_bits_of_the_basis(
-    request: pytest.FixtureRequest, stock: Server, name: str, most: float, least: int
+    request: pytest.FixtureRequest, stock: Server, name: str, slack: float, min_ratio: int
 ) -> None:
     """In fewer bytes than exact KVs, and answers hardly differ."""
     server: Server = request.getfixturevalue(name)
@@ -146,11 +146,11 @@ def test_a_prefix_comes_in_the_bits_of_the_basis(
     right = logprob(stock.generate(question, 1, return_logprob=True))
     found = server.generate(question, 1, return_logprob=True)
     few = report(found)
-    assert few["path"] == "ssd" and RATE <= few["bits_mean"] <= RATE + most
+    assert few["path"] == "ssd" and RATE <= few["bits_mean"] <= RATE + slack
     assert few["approximate"] is True and few["loaded_tokens"] == 1200
     assert abs(logprob(found) - right) < 0.3
     exact = report(server.generate(question, 1, **EXACT))
-    assert exact["bits_mean"] == 16.0 and least < exact["ssd_bytes"] / few["ssd_bytes"] < 8
+    assert exact["bits_mean"] == 16.0 and min_ratio < exact["ssd_bytes"] / few["ssd_bytes"] < 8
 
 
 @pytest.mark.parametrize("bits", [5, 6])

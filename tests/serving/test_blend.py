@@ -33,7 +33,7 @@ def blending(serve: Serve) -> Iterator[Server]:
 
 
 def documents(seed: int, *lengths: int) -> list[list[int]]:
-    return [random_tokens(length, seed=1000 * seed + own) for own, length in enumerate(lengths)]
+    return [random_tokens(length, seed=1000 * seed + n) for n, length in enumerate(lengths)]
 
 
 def joined(documents: Sequence[Sequence[int]], order: Sequence[int], seed: int) -> list[int]:
@@ -57,9 +57,9 @@ def asking(blend: float | str, **fields: Any) -> dict[str, Any]:
 
 def test_all_computed_again_is_stock(stock: Server, blending: Server) -> None:
     """In batches and alone; documents come from several prompts, and reach over prefill chunks."""
-    own = documents(1, 300, 700, 200, 450)
-    store(blending, joined(own, [0, 1], 1), joined(own, [2, 3, 0], 2))
-    batch = [joined(own, order, 3) for order in ([3, 1, 0, 2], [1, 2], [2, 1, 3])]
+    texts = documents(1, 300, 700, 200, 450)
+    store(blending, joined(texts, [0, 1], 1), joined(texts, [2, 3, 0], 2))
+    batch = [joined(texts, order, 3) for order in ([3, 1, 0, 2], [1, 2], [2, 1, 3])]
     expected = stock.generate_together(batch, 16, return_logprob=True)
 
     asked = asking(ALL, impress_store=False)
@@ -78,9 +78,9 @@ def test_all_computed_again_is_stock(stock: Server, blending: Server) -> None:
 
 def test_what_was_blended_is_loaded_by_who_would_blend_as_much(blending: Server) -> None:
     """With other questions, too."""
-    own = documents(3, 400, 400)
-    store(blending, joined(own, [0, 1], 1))
-    prompt = joined(own, [1, 0], 3)
+    texts = documents(3, 400, 400)
+    store(blending, joined(texts, [0, 1], 1))
+    prompt = joined(texts, [1, 0], 3)
     other = prompt[:-20] + random_tokens(20, seed=99)
     first = report(blending.generate(prompt, 8, **asking(0.25)))
     blending.flush()
@@ -94,16 +94,16 @@ def test_what_was_blended_is_loaded_by_who_would_blend_as_much(blending: Server)
 
 def test_of_several_documents_only_the_damaged_one_is_computed(blending: Server) -> None:
     """The request that finds that is planned again without it, as the next one is."""
-    own = documents(8, 540, 540)
-    prompts = joined(own, [0], 41), joined(own, [1], 42)
+    texts = documents(8, 540, 540)
+    prompts = joined(texts, [0], 41), joined(texts, [1], 42)
     store(blending, *prompts)
     flip_code(segment_of(blending, prompts[0]))
-    other = joined(own, [1, 0], 43)
+    other = joined(texts, [1, 0], 43)
     asked = asking(0.0, impress_store=False)
     told = []
     for _ in range(2):
         told.append(report(blending.generate(other, 8, **asked)))
         blending.flush()
-    assert [own["why"]["reason"] for own in told] == ["blended", "blended"]
+    assert [said["why"]["reason"] for said in told] == ["blended", "blended"]
     # No prompt began so before: the head is computed.
-    assert [own["blended_tokens"] for own in told] == [540 - 11] * 2
+    assert [said["blended_tokens"] for said in told] == [540 - 11] * 2

@@ -68,8 +68,8 @@ def test_three_lives_on_one_bucket(
             assert_as_stock(second, stock, prompt)
         proxy.fault = lambda asked: ""
         reads = proxy.reads()
-        assert max(own.together for own in reads) >= 3
-        sizes = sorted(own.size for own in reads)
+        assert max(read.together for read in reads) >= 3
+        sizes = sorted(read.size for read in reads)
         assert sizes[len(sizes) // 2] >= ENOUGH_BYTES
         wait_until(lambda: second.stats()["store"]["used_bytes"] > 0, 10)
         # A directory is lost with its server.

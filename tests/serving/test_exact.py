@@ -45,8 +45,8 @@ def assert_from_ssd(server: Server, answers: list[Answer], cached: list[int]) ->
 def batches(stock: Server) -> list[tuple[list[list[int]], list[Answer]]]:
     """Prompts of 500 to 3,000 tokens in two batches, and stock's answers."""
     lengths = ((3000, 900, 500), (1300, 2300))
-    prompts = [[random_tokens(length, seed=length) for length in own] for own in lengths]
-    return [(own, stock.generate_together(own, 24, return_logprob=True)) for own in prompts]
+    prompts = [[random_tokens(length, seed=length) for length in batch] for batch in lengths]
+    return [(batch, stock.generate_together(batch, 24, return_logprob=True)) for batch in prompts]
 
 
 def test_prompts_computed_from_ssd_and_resident(
@@ -85,7 +85,7 @@ WAYS: dict[str, tuple[list[list[int]], list[list[int]], list[list[int]], list[in
         [random_tokens(700, seed=1)],
         [],
         [
-            *([*random_tokens(700, seed=1), *random_tokens(90, seed=own)] for own in (2, 3, 3)),
+            *([*random_tokens(700, seed=1), *random_tokens(90, seed=seed)] for seed in (2, 3, 3)),
             random_tokens(300, seed=4),
             random_tokens(30, seed=5),
         ],

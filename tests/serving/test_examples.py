@@ -62,9 +62,9 @@ def test_openai_client(server: Server) -> None:
 def test_passages(server: Server) -> None:
     """They are found in another order than that in which they were stored."""
     told = run("passages.py", server)
-    cached = [int(own) for own in re.findall(r"(\d+) of them cached", told)]
+    cached = [int(count) for count in re.findall(r"(\d+) of them cached", told)]
     # On a busy machine blending may take too long for others to wait.
-    assert len(cached) == 3 and sum(own > 200 for own in cached) >= 2, told
+    assert len(cached) == 3 and sum(count > 200 for count in cached) >= 2, told
 
 
 def test_bench_serving(server: Server, model: Path, workdir: Path, zygote: Zygote) -> None:

@@ -129,7 +129,7 @@ def test_two_ranks(workdir: Path, serving: Serve, family: str) -> None:
         computed = server.generate(prompt, 8)
 
         def are_stored() -> bool:
-            sizes = [own.stat().st_size for own in packs(store)]
+            sizes = [pack.stat().st_size for pack in packs(store)]
             return len(sizes) == 2 - latent and sum(sizes) >= whole * 4 * width * 3
 
         wait_until(are_stored)

@@ -77,7 +77,7 @@ def test_states_of_two_ranks(serve: Serve, model: Path, computed: list[Any]) -> 
         server.flush()
         again = answers(server, asked)
         assert_same(computed[:3], again, 1e-4)
-        assert {report(own)["loaded_tokens"] for own in again} == {KEPT}
+        assert {report(answer)["loaded_tokens"] for answer in again} == {KEPT}
         before = set(second(server).glob("segments/*/*.kv"))
         server.store_prompts(spoiled, spoiled)
         found = set(second(server).glob("segments/*/*.kv")) - before

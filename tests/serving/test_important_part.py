@@ -39,7 +39,7 @@ def test_report_of_a_stored_prefix(paper: Server) -> None:
     assert said["path"] == "ssd"
     assert said["prefix_tokens"] == said["stored_tokens"] == 1001
     assert said["used_tokens"] == said["loaded_tokens"] == 251
-    tokens = {own: count for own, count in said["tokens"].items() if count}
+    tokens = {source: count for source, count in said["tokens"].items() if count}
     assert tokens == {"loaded": 251, "unused": 750, "computed": 20}
     assert said["approximate"] is True
     assert said["layers_by_probe"] + said["layers_by_fallback"] == 3
@@ -141,9 +141,9 @@ def test_prefixes_are_rewritten_by_what_questions_selected(workdir: Path, serve:
         before = set(store.glob("*/segments/*/*.kv"))
         first = [server.generate(question(i, 0), 1) for i in range(4)]
         told = [report(answer) for answer in first]
-        assert {own["used_tokens"] for own in told} == {700 // 4}
-        layers = {own["layers_by_probe"] + own["layers_by_fallback"] for own in told}
-        assert layers == {3} and all(own["approximate"] for own in told)
+        assert {said["used_tokens"] for said in told} == {700 // 4}
+        layers = {said["layers_by_probe"] + said["layers_by_fallback"] for said in told}
+        assert layers == {3} and all(said["approximate"] for said in told)
         reorder(server, "/impress/reorder", force=True)
         assert server.stats()["reorder"]["segments"] == 0, "one request has not paid for it"
         more = [server.generate(question(i, seed), 1) for seed in (1, 2) for i in range(4)]

@@ -65,16 +65,16 @@ def test_eight_at_once_read_a_prefix_once_and_all_say_so(jobs: Server, stock: Se
     jobs.flush()
     with ThreadPoolExecutor(8) as pool:
         with slow(jobs):
-            asked = [pool.submit(jobs.generate, own, 6, return_logprob=True) for own in prompts]
+            asked = [pool.submit(jobs.generate, each, 6, return_logprob=True) for each in prompts]
             wait_until(lambda: live(jobs) == 8, 60)
-        answers = [own.result() for own in asked]
+        answers = [future.result() for future in asked]
     assert_same(stock.generate_together(prompts, 6, return_logprob=True), answers, TOLERANCE)
     told = [report(answer) for answer in answers]
-    assert sorted(own["why"]["reason"] for own in told) == ["loaded"] + ["shared"] * 7
-    assert sorted(own["loaded_tokens"] for own in told) == [0] * 7 + [1500]
-    assert sorted(own["shared_tokens"] for own in told) == [0] + [1500] * 7
-    assert sum(own["ssd_bytes"] for own in told) == alone["ssd_bytes"] > 0
-    assert all(own["tokens"]["computed"] == 20 for own in told)
+    assert sorted(said["why"]["reason"] for said in told) == ["loaded"] + ["shared"] * 7
+    assert sorted(said["loaded_tokens"] for said in told) == [0] * 7 + [1500]
+    assert sorted(said["shared_tokens"] for said in told) == [0] + [1500] * 7
+    assert sum(said["ssd_bytes"] for said in told) == alone["ssd_bytes"] > 0
+    assert all(said["tokens"]["computed"] == 20 for said in told)
 
 
 def test_others_pass_one_that_waits_and_a_stream_goes_on(jobs: Server, stock: Server) -> None:
@@ -88,7 +88,7 @@ def test_others_pass_one_that_waits_and_a_stream_goes_on(jobs: Server, stock: Se
             waiting = pool.submit(jobs.generate, prompt, 6, return_logprob=True)
             wait_until(lambda: loading(jobs) > 0, 60)
             began = time.perf_counter()
-            passing = [jobs.generate([*resident, own], 2) for own in (5, 6)]
+            passing = [jobs.generate([*resident, token], 2) for token in (5, 6)]
             passing.append(jobs.generate(random_tokens(300, seed=25), 2))
             took = time.perf_counter() - began
             assert loading(jobs) > 0 and not waiting.done(), "the drive was not slow enough"
@@ -98,7 +98,7 @@ def test_others_pass_one_that_waits_and_a_stream_goes_on(jobs: Server, stock: Se
     with pytest.raises(BenchFailed, match="ended after"):
         stream.join()
     assert paths(passing) == ["device", "device", "computed"] and took < 3 * PATIENCE_S
-    gaps = gaps_between([own.at for own in stream.came], began, ended)
+    gaps = gaps_between([chunk.at for chunk in stream.came], began, ended)
     assert max(gaps) < PATIENCE_S, gaps
     assert_same([stock.generate(prompt, 6, return_logprob=True)], [answer], TOLERANCE)
     assert paths([answer]) == ["ssd"]
@@ -136,9 +136,9 @@ def test_who_is_aborted_leaves_nothing_and_who_waits_with_it_is_served(
             roomless = pool.submit(jobs.ask, [*large, 5], 1500, rid="roomless.")
             wait_until(lambda: live(jobs) == 3, 60)
             assert loading(jobs) == 1500, "both do not fit"
-            for rid, own in (("first.", first), ("roomless.", roomless)):
+            for rid, future in (("first.", first), ("roomless.", roomless)):
                 abort(jobs, rid)
-                assert "abort" in own.result().text.lower()
+                assert "abort" in future.result().text.lower()
             assert loading(jobs) == 1500
         answer = second.result()
     assert_same([stock.generate(prompts[2], 4, return_logprob=True)], [answer], TOLERANCE)

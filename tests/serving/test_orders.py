@@ -119,25 +119,26 @@ def test_statistics_ask_for_a_key_and_tell_nothing_of_prompts(server: Server) ->
     assert ask(server, "GET", "/impress/stats", None).status_code == 401
     before = texts_of(ask(server, "GET", "/impress/stats", "user").json())
     for seed in range(3):
-        own = {"rid": f"request-{seed}", "extra_key": f"tenant-{seed}"}
-        generate(server, random_tokens(300, seed=20 + seed), **own)
+        names = {"rid": f"request-{seed}", "extra_key": f"tenant-{seed}"}
+        generate(server, random_tokens(300, seed=20 + seed), **names)
 
     stats = ask(server, "GET", "/impress/stats", "user").json()
 
     assert stats["store"]["segments"] >= 3
     # Numbers change; whatever else there is, is known before anybody asks anything.
     assert texts_of(stats) == before
-    assert not any(isinstance(own, list) and len(own) > 8 for own in values_of(stats))
+    assert not any(isinstance(value, list) and len(value) > 8 for value in values_of(stats))
 
 
 def values_of(value: Any) -> Iterator[Any]:
     yield value
     if isinstance(value, dict | list):
-        for own in value.values() if isinstance(value, dict) else value:
-            yield from values_of(own)
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from values_of(part)
 
 
 def texts_of(value: Any) -> list[str]:
     """All texts in it, keys and values."""
-    found = [own for own in values_of(value) if isinstance(own, str)]
-    return sorted(found + [key for own in values_of(value) if isinstance(own, dict) for key in own])
+    found = [part for part in values_of(value) if isinstance(part, str)]
+    objects = (part for part in values_of(value) if isinstance(part, dict))
+    return sorted(found + [key for keys in objects for key in keys])

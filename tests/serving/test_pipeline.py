@@ -21,8 +21,8 @@ FLAGS = ("--impress-device-gb=0", "--max-total-tokens=9000", "--max-running-requ
 @pytest.fixture(scope="module")
 def deciding(serve: Serve) -> Iterator[Server]:
     """A server that may compute instead of loading, and serves one request at a time."""
-    own = (*FLAGS, "--impress-load=faster", "--impress-host-gb=0", "--impress-bits=auto")
-    with serve("deciding", *own, preload=BENCH) as server:
+    flags = (*FLAGS, "--impress-load=faster", "--impress-host-gb=0", "--impress-bits=auto")
+    with serve("deciding", *flags, preload=BENCH) as server:
         # What computing takes is learnt from some long prompts.
         for seed in range(4):
             server.generate(random_tokens(1500, seed=900 + seed), 1)
@@ -56,7 +56,7 @@ def test_a_prefix_is_computed_where_reading_takes_longer(deciding: Server, stock
             assert answer["output_ids"] == stock.generate(prompt, 3)["output_ids"]
             break
     assert said[-1]["decision"] == "recompute", [
-        (own["estimated_load_ms"], own["estimated_recompute_ms"], own["wait_ms"]) for own in said
+        (one["estimated_load_ms"], one["estimated_recompute_ms"], one["wait_ms"]) for one in said
     ]
     assert deciding.stats()["totals"]["requests_declined"] >= 1
 
@@ -75,14 +75,14 @@ def test_auto_is_exact_where_reading_hides_behind_computing(
 @pytest.fixture(scope="module")
 def narrow(serve: Serve) -> Iterator[Server]:
     """A server that serves one request at a time, and always loads."""
-    own = (
+    flags = (
         *FLAGS,
         "--impress-host-gb=0.02",
         "--impress-approximation-depth=0",
         "--impress-schedule=classes",
         "--enable-metrics",
     )
-    with serve("narrow", *own, preload=BENCH) as server:
+    with serve("narrow", *flags, preload=BENCH) as server:
         yield server
         server.assert_whole()
         assert server.stats()["store"]["buffer_used_bytes"] == 0
@@ -99,12 +99,12 @@ def test_prometheus_is_told_what_the_statistics_say(narrow: Server) -> None:
     named = {name.split(" ")[0] for name in found}
     # Of what did not happen.
     silent = {"requests_not_served_total", "requests_not_stored_total", "cache_evicted_score"}
-    for own in (*COUNTERS, *GAUGES):
-        told = own.read(stats)
-        assert (own.name in silent) == (not told) and (own.name in named) == bool(told)
+    for metric in (*COUNTERS, *GAUGES):
+        told = metric.read(stats)
+        assert (metric.name in silent) == (not told) and (metric.name in named) == bool(told)
         for labels, value in told.items():
             # Prometheus may tell labels in another order.
-            names = {" ".join([own.name, *order]) for order in permutations(labels)}
+            names = {" ".join([metric.name, *order]) for order in permutations(labels)}
             assert value == pytest.approx(next(found[name] for name in names & found.keys()))
     for histogram in ("load_seconds_count", "bits_count"):
         assert found[histogram] == stats["totals"]["requests_ssd"]

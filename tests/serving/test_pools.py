@@ -82,7 +82,7 @@ def assert_comes_in_few_bits(server: Server) -> None:
     assert paths([*few, exact]) == ["ssd", "device", "ssd"]
     assert report(few[0])["bits"] == 6.0
     assert_same(few[:1], few[1:], 1e-4)
-    first, other = (own["meta_info"]["output_token_logprobs"][0][0] for own in (few[0], exact))
+    first, other = (one["meta_info"]["output_token_logprobs"][0][0] for one in (few[0], exact))
     assert 0.0 < abs(first - other) < 0.3
 
 
@@ -101,7 +101,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...], str | None, str]] = {
     "qwen2": ("qwen2", (*SMALL_CHUNKS, "--impress-blend=auto"), None, ""),
     "qwen3": ("qwen3", (*SMALL_CHUNKS, "--impress-blend=auto"), None, ""),
     # The first family has a pool for layers with windows, the others one pool for all.
-    **{own: (own, EXACTLY, WINDOWS, "") for own in ("cohere2", "olmo3", "gemma3")},
+    **{family: (family, EXACTLY, WINDOWS, "") for family in ("cohere2", "olmo3", "gemma3")},
     "bfloat16": ("llama", (*SMALL_CHUNKS, "--dtype=bfloat16"), None, ""),
 }
 
@@ -180,7 +180,7 @@ def assert_outlasts(
 ) -> None:
     """Another server with the same store answers prompts alike."""
     with serve(name, *flags, **how) as server:
-        again = [server.generate(own, 16, return_logprob=True) for own in prompts]
+        again = [server.generate(prompt, 16, return_logprob=True) for prompt in prompts]
         assert set(paths(again)) == {"ssd"}
         same_logprobs(told, again)
         server.assert_whole()
@@ -197,28 +197,28 @@ TRITON = ("--attention-backend=triton", "--triton-attention-num-kv-splits=2")
 
 def acceptance(answers: list[Answer]) -> float:
     """Tokens of a verified draft, on average."""
-    verified = sum(own["meta_info"]["spec_verify_ct"] for own in answers)
-    return sum(own["meta_info"]["completion_tokens"] for own in answers) / verified
+    verified = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
+    return sum(answer["meta_info"]["completion_tokens"] for answer in answers) / verified
 
 
 def speculating(algorithm: str, draft: Path) -> tuple[str, ...]:
-    own = (f"--speculative-draft-model-path={draft}", "--speculative-num-steps=3")
+    draft_flags = (f"--speculative-draft-model-path={draft}", "--speculative-num-steps=3")
     return (
-        *(f"--speculative-algorithm={algorithm}", "--speculative-num-draft-tokens=4", *own),
+        *(f"--speculative-algorithm={algorithm}", "--speculative-num-draft-tokens=4", *draft_flags),
         *("--speculative-eagle-topk=1", "--disable-cuda-graph", "--max-total-tokens=4000"),
     )
 
 
 def same_logprobs(left: Sequence[Answer], right: Sequence[Answer]) -> None:
     """The same tokens, and about the same of each, also where SGLang's EAGLE has no number."""
-    for own, other in zip(left, right, strict=True):
-        assert own["output_ids"] == other["output_ids"]
+    for answer, other in zip(left, right, strict=True):
+        assert answer["output_ids"] == other["output_ids"]
         both = (
             [
                 np.nan if found is None else found
                 for found, *_ in told["meta_info"]["output_token_logprobs"]
             ]
-            for told in (own, other)
+            for told in (answer, other)
         )
         np.testing.assert_allclose(*both, atol=1e-4)
 
@@ -269,8 +269,8 @@ def test_drafts(
         print(f"{algorithm} on {ranks} of {len(prompts)} prompts: {accepted}")
         assert accepted["ssd"] > 0.98 * accepted["device"] > 2.0, accepted
         # A few tokens that differ in few bits decide as long as prompts are few.
-        least = 0.98 if count >= 100 else 0.95
-        assert accepted["few bits"] > least * accepted["device"], accepted
+        min_share = 0.98 if count >= 100 else 0.95
+        assert accepted["few bits"] > min_share * accepted["device"], accepted
         # In the draft's layer.
         assert_damaged(server.generate([*store_damaged(server, 300, seed=81), 5, 6], 12))
         server.assert_whole()
@@ -322,7 +322,7 @@ def test_adapters(workdir: Path, serve: Serve, ranks: int) -> None:
             ask(server, name, "ssd", adapter)
             few = server.generate([*prompt, 5], 1, lora_path=adapter, impress_bits=6)
             assert report(few)["bits"] == 6.0
-    assert len({tuple(own["output_ids"]) for own in answers.values()}) == 3
+    assert len({tuple(answer["output_ids"]) for answer in answers.values()}) == 3
 
 
 # Of a pool for layers with windows: for less than half of the slots.

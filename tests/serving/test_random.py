@@ -134,9 +134,9 @@ def _reckoning(world: World) -> str:
     """How far metrics were from what others counted, where both counted the same."""
     told = []
     for others, names in (("reports", RECKONED), ("clients", INDEPENDENT)):
-        own = {name: world.counts[f"reckoned {name}"] for name in names}
-        off = {name: world.counts[f"off {name}"] / max(count, 1) for name, count in own.items()}
-        told.append(f"metrics against {others} {own}, off by {max(off.values()):.2%} at most")
+        counted = {name: world.counts[f"reckoned {name}"] for name in names}
+        off = {name: world.counts[f"off {name}"] / max(count, 1) for name, count in counted.items()}
+        told.append(f"metrics against {others} {counted}, off by {max(off.values()):.2%} at most")
     return "; ".join(told)
 
 
@@ -165,6 +165,6 @@ def _missing(world: World, lives: Lives) -> list[str]:
         missing.append("enough from SSD")
     if lives.with_weights and not counts["update no flush"] + counts["update refused"]:
         missing.append("update without a flush")
-    if lives.with_faults and sum(bool(counts[own]) for own in counts if "fault " in own) < 3:
+    if lives.with_faults and sum(bool(counts[name]) for name in counts if "fault " in name) < 3:
         missing.append("three faults")
     return missing

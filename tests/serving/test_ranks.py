@@ -111,9 +111,9 @@ def ask_all(server: Server, prompts: Sequence[Sequence[int]], **fields: Any) -> 
     """Eight at a time."""
     with ThreadPoolExecutor(8) as pool, watched(server):
         asked = [
-            pool.submit(server.generate, own, 6, return_logprob=True, **fields) for own in prompts
+            pool.submit(server.generate, each, 6, return_logprob=True, **fields) for each in prompts
         ]
-        return [own.result(HANGS_S) for own in asked]
+        return [future.result(HANGS_S) for future in asked]
 
 
 def prompts_of(seed: int, count: int) -> list[list[int]]:
@@ -151,9 +151,9 @@ def test_exact_answers_are_those_of_one_rank(ranks: Server, stock: Server) -> No
 def test_answers_in_few_bits_are_those_of_one_rank(ranks: Server, roomy: Server) -> None:
     """Both load what they stored."""
     prompts, told = [random_tokens(700, 200 + number) for number in range(4)], []
-    for own in (roomy, ranks):
-        own.store_prompts(*prompts)
-        told.append(ask_all(own, prompts, impress_bits=6))
+    for server in (roomy, ranks):
+        server.store_prompts(*prompts)
+        told.append(ask_all(server, prompts, impress_bits=6))
         assert set(paths(told[-1])) == {"ssd"}
         assert {report(answer)["bits"] for answer in told[-1]} == {6.0}
     for one, two in zip(*told, strict=True):
@@ -178,10 +178,10 @@ def assert_healed(server: Server, prompts: list[list[int]], want: list[Any]) -> 
 
     def healed() -> bool:
         # Ends may be too short to be loaded.
-        told = [report(own)["tokens"] for own in ask_all(server, prompts, **EXACT)]
+        told = [report(answer)["tokens"] for answer in ask_all(server, prompts, **EXACT)]
         server.flush()
-        loaded = any(own["loaded"] for own in told)
-        return loaded and all(own["computed"] < 2 * LEAST for own in told)
+        loaded = any(tokens["loaded"] for tokens in told)
+        return loaded and all(tokens["computed"] < 2 * LEAST for tokens in told)
 
     wait_until(lambda: is_well(server), HANGS_S)
     wait_until(healed, HANGS_S)
@@ -189,9 +189,9 @@ def assert_healed(server: Server, prompts: list[list[int]], want: list[Any]) -> 
     wait_until(lambda: is_well(server), HANGS_S)
     one, two = told_by(server, prompts)
     assert one["tree"] == two["tree"]
-    for own in (one, two):
-        pairs = zip(own["stored"], prompts, strict=True)
-        assert all(len(prompt) - LEAST < stored for stored, prompt in pairs), own["stored"]
+    for rank in (one, two):
+        pairs = zip(rank["stored"], prompts, strict=True)
+        assert all(len(prompt) - LEAST < stored for stored, prompt in pairs), rank["stored"]
 
 
 def told_by(server: Server, prompts: list[list[int]]) -> list[dict[str, Any]]:
@@ -241,8 +241,8 @@ def test_a_rank_that_is_killed(
     with serve(f"killed-{kill}", *FLAGS, quiet=False, **how) as server:
         ask_all(server, prompts[:2], **EXACT)
         server.flush()
-        told = [own["stored"] for own in told_by(server, prompts)]
-        before = [min(own) for own in zip(*told, strict=True)]
+        told = [rank["stored"] for rank in told_by(server, prompts)]
+        before = [min(counts) for counts in zip(*told, strict=True)]
         assert any(before)
         control.set(rule)
         with contextlib.suppress(requests.RequestException):
@@ -253,8 +253,8 @@ def test_a_rank_that_is_killed(
     with serve(f"killed-{kill}", *FLAGS, **how) as server:
         one, two = told_by(server, prompts)
         assert one["tree"] == two["tree"]
-        for own in (one, two):
-            pairs = zip(own["stored"], before, strict=True)
+        for rank in (one, two):
+            pairs = zip(rank["stored"], before, strict=True)
             assert all(now >= earlier for now, earlier in pairs), "something is lost"
         ask_often(server, prompts, want, count)
         assert_healed(server, prompts, want)
@@ -283,12 +283,12 @@ def test_ranks_on_two_nodes(workdir: Path, serve: Serve, latent: bool) -> None:
             for _ in range(2):
                 told.append(ask_all(nodes[0], prompts, **EXACT))
                 nodes[0].flush()
-            for own in nodes:
-                own.assert_quiet()
+            for node in nodes:
+                node.assert_quiet()
     assert [("ssd" in paths(answers)) for answers in told] == [False, True, True, True]
     for answers in told[1:]:
         assert_same(told[0], answers, TOLERANCE)
-    one, two = ([*(workdir / f"store-{own}").glob("*/segments/*/*.kv")] for own in names)
+    one, two = ([*(workdir / f"store-{name}").glob("*/segments/*/*.kv")] for name in names)
     assert len(one) == len(two) > 0
 
 
@@ -307,7 +307,7 @@ def test_what_the_agreement_costs(
         for what, length in (("computes and writes", 600), ("loads", 600), ("neither", 40)):
             server.flush()
             before = told_by(server, [])[0]["cost"]
-            server.generate_together([own[:length] for own in prompts], 100)
+            server.generate_together([prompt[:length] for prompt in prompts], 100)
             after = told_by(server, [])[0]["cost"]
             cost = {name: after[name] - before.get(name, 0) for name in after}
             lines.append(f"{what}: {cost}")

@@ -34,7 +34,7 @@ def _header_of(store: Path, prefix: list[int]) -> SegmentHeader:
     """Of a prefix that was stored, as no other begins like it."""
     paths = store.glob("*/segments/*/*.kv")
     headers = [read_header(path, FileSystem()) for path in paths]
-    (header,) = (own for own in headers if own.info.tokens.tolist() == prefix)
+    (header,) = (header for header in headers if header.info.tokens.tolist() == prefix)
     return header
 
 
@@ -70,4 +70,5 @@ def test_bytes_of_a_prefix_in_few_bits(server: Server, workdir: Path) -> None:
 def _bytes_read_by(server: Server) -> int:
     """Bytes that the processes of a server read from block devices."""
     first = psutil.Process(server.pid)
-    return sum(own.io_counters().read_bytes for own in (first, *first.children(recursive=True)))
+    processes = first, *first.children(recursive=True)
+    return sum(process.io_counters().read_bytes for process in processes)

@@ -41,13 +41,13 @@ def server(workdir: Path, serve: Serve) -> Iterator[Server]:
 def busy(server: Server) -> Iterator[None]:
     """A request runs, so that others wait in the queue."""
     with ThreadPoolExecutor(1) as pool:
-        own = pool.submit(server.ask, random_tokens(9, seed=1), 8000, rid="runs")
+        running = pool.submit(server.ask, random_tokens(9, seed=1), 8000, rid="runs")
         wait_for(server, "num_running_reqs")
         try:
             yield
         finally:
             server.post("/abort_request", rid="runs")
-            own.result(60)
+            running.result(60)
 
 
 def wait_for(server: Server, what: str, *, some: bool = True) -> None:
@@ -97,10 +97,10 @@ def test_an_answer_that_is_given_up_in_the_queue(
     prompt = [*prompt, 7] if stored else random_tokens(300, seed=21)
     before = server.stats()["totals"]
     with busy(server), ThreadPoolExecutor(1) as pool:
-        own = pool.submit(server.ask, prompt, 8, rid="waits", stream=stream)
+        waiting = pool.submit(server.ask, prompt, 8, rid="waits", stream=stream)
         wait_for(server, "num_waiting_reqs")
         server.post("/abort_request", rid="waits")
-        (answer,) = parts(own.result(60)) if stream else [own.result(60).json()]
+        (answer,) = parts(waiting.result(60)) if stream else [waiting.result(60).json()]
     assert answer["meta_info"]["finish_reason"]["message"] == "Abort in waiting queue"
     said = report(answer)
     assert said["path"] is None and said["why"]["reason"] == "not_admitted"
@@ -111,7 +111,7 @@ def test_an_answer_that_is_given_up_in_the_queue(
 @pytest.mark.parametrize("stream", [False, True])
 def test_samples_say_what_was_done_for_their_prompt(server: Server, stream: bool) -> None:
     """SGLang asks for the prompt alone first; all of them rest on what that loaded, once."""
-    prompts = [server.store(600, seed=40 + own + 10 * stream) for own in range(2)]
+    prompts = [server.store(600, seed=40 + number + 10 * stream) for number in range(2)]
     new = random_tokens(600, seed=60 + stream)
     before = server.stats()["totals"]
 
@@ -131,7 +131,7 @@ def test_samples_say_what_was_done_for_their_prompt(server: Server, stream: bool
     text = server.post("/v1/completions", model="m", prompt="abc", max_tokens=2).json()
     assert "impress" not in json.dumps(text)
     read = totals["ssd_bytes"] - before["ssd_bytes"]
-    assert read == sum(report(answers[own])["ssd_bytes"] for own in (0, 3))
+    assert read == sum(report(answers[index])["ssd_bytes"] for index in (0, 3))
 
 
 def last_parts(response: requests.Response) -> list[dict[str, Any]]:
@@ -141,7 +141,7 @@ def last_parts(response: requests.Response) -> list[dict[str, Any]]:
         before = answers.setdefault(part["index"], part)
         assert report(part)["path"] == report(before)["path"]
         answers[part["index"]] = part
-    return [answers[own] for own in sorted(answers)]
+    return [answers[index] for index in sorted(answers)]
 
 
 def test_warming_says_what_became_of_a_prefix(server: Server) -> None:
@@ -154,7 +154,7 @@ def test_warming_says_what_became_of_a_prefix(server: Server) -> None:
     assert (told["outcome"], told["path"]) == ("stored_before", "ssd")
     assert told["tokens"] == told["stored_tokens"] == 640 and told["why"]["reason"] == "stored"
     several = order(server, "warm", input_ids=[prefix, prefix[:40], random_tokens(100, seed=91)])
-    assert [own["outcome"] for own in several[:2]] == ["stored_before", "not_stored"]
+    assert [answer["outcome"] for answer in several[:2]] == ["stored_before", "not_stored"]
     assert several[1]["why"]["reason"] == "too_short" and several[1]["stored_tokens"] == 0
     assert several[2]["outcome"] in ("being_written", "stored")
     (text,) = order(server, "warm", texts=["ab" * 60])
@@ -163,19 +163,19 @@ def test_warming_says_what_became_of_a_prefix(server: Server) -> None:
 
 @pytest.mark.parametrize(("count", "where"), [(1, "prefill"), (3, "queue")])
 def test_warming_that_is_given_up_is_no_success(server: Server, count: int, where: str) -> None:
-    ids = [random_tokens(4000, seed=100 + count + own) for own in range(count)]
+    ids = [random_tokens(4000, seed=100 + count + number) for number in range(count)]
     body: Any = ids if count > 1 else ids[0]
     with contextlib.ExitStack() as stack:
         if where == "queue":
             stack.enter_context(busy(server))
         pool = stack.enter_context(ThreadPoolExecutor(1))
-        own = pool.submit(order, server, "warm", 503, input_ids=body)
+        warming = pool.submit(order, server, "warm", 503, input_ids=body)
         if where == "queue":
             wait_for(server, "num_waiting_reqs")
         # Some of it may not have arrived yet.
-        while not own.done():
+        while not warming.done():
             server.post("/abort_request", abort_all=True)
             time.sleep(0.05)
-        said = own.result(60)["error"]
+        said = warming.result(60)["error"]
     assert "aborted" in said and said.startswith("0 of 3") == (count > 1)
     assert not server.stored(ids[0])

@@ -67,7 +67,7 @@ def test_two_replicas(serve: Serve, stock: Server) -> None:
     flags = (*FLAGS, "--impress-write-after=2", "--enable-metrics")
     with serve("replicas", *flags, replicas=2, quiet=False) as server:
         stats = server.stats()
-        assert len({own["store"]["directory"] for own in stats["replicas"]}) == 2
+        assert len({replica["store"]["directory"] for replica in stats["replicas"]}) == 2
         prompt = random_tokens(300, seed=81)
         # Each sees it once, and that is twice.
         for replica in (1, 0):

@@ -41,7 +41,7 @@ def test_random_traffic(
     prompts = [random_tokens(300, seed=seed) for seed in range(900, 910)]
     # Some build on others, which may be gone.
     prompts += [[*chance.choice(prompts), *random_tokens(300, seed=seed)] for seed in range(20)]
-    expected = [stock.generate([*own, 5, 6], 4, return_logprob=True) for own in prompts]
+    expected = [stock.generate([*prompt, 5, 6], 4, return_logprob=True) for prompt in prompts]
     counts, servers = Counter[str](), dict[str, Server]()
     remote = f"--impress-store=s3://{BUCKET}/random", f"--impress-store-gb={FAR_BYTES / 1e9}"
     with contextlib.ExitStack() as stack:
@@ -61,8 +61,8 @@ def test_random_traffic(
                 f"--impress-ssd-gb={LOCAL_BYTES / 1e9}",
                 *(remote if far else ()),
             )
-            own, how = f"random-{name}-{counts['lives']}", {"quiet": False, "waits": False}
-            server = serve(own, *flags, environment=credentials(proxy.port), **how)
+            label, how = f"random-{name}-{counts['lives']}", {"quiet": False, "waits": False}
+            server = serve(label, *flags, environment=credentials(proxy.port), **how)
             servers[name] = stack.enter_context(server)
 
         stack.callback(lambda: setattr(proxy, "fault", lambda asked: ""))
@@ -82,8 +82,8 @@ def test_random_traffic(
             if far and chance.random() < 0.05:
                 fault = chance.choice([*FAULTS, "", "", ""])
                 share = chance.choice([0.2, 1.0])
-                proxy.fault = lambda asked, own=fault, most=share: (  # type: ignore[misc]
-                    own if random.random() < most else ""
+                proxy.fault = lambda asked, fault=fault, share=share: (  # type: ignore[misc]
+                    fault if random.random() < share else ""
                 )
                 counts[f"fault {fault}"] += 1
             if chance.random() < 0.02:
@@ -103,14 +103,14 @@ def test_random_traffic(
         for name, server in servers.items():
             store = server.stats()["store"]
             # Also of what others are writing, of which a server does not know yet.
-            files = sum(own.stat().st_size for own in folder_of(name).rglob("*.kv"))
+            files = sum(path.stat().st_size for path in folder_of(name).rglob("*.kv"))
             assert store["used_bytes"] <= LOCAL_BYTES and files <= LOCAL_BYTES
             server.assert_quiet()
         print(f"{dict(counts)}")
         assert counts["ssd"] > 10
         if far:
-            buckets = [own.stats()["store"]["bucket"] for own in servers.values()]
-            assert all(own["state"] == "ok" for own in buckets)
-            assert any(own["fetched_bytes"] for own in buckets)
+            buckets = [server.stats()["store"]["bucket"] for server in servers.values()]
+            assert all(bucket["state"] == "ok" for bucket in buckets)
+            assert any(bucket["fetched_bytes"] for bucket in buckets)
             time.sleep(70)
             assert servers["a"].stats()["store"]["bucket"]["bytes"] <= FAR_BYTES

@@ -115,7 +115,7 @@ def test_decoding_beside_prefill(triton: Server, torch_native: Server) -> None:
             time.sleep(0.05)
         computed = triton.generate(other, 6)
     actual = [decoding.result(), computed]
-    assert [own["output_ids"] for own in actual] == [own["output_ids"] for own in expected]
+    assert [one["output_ids"] for one in actual] == [one["output_ids"] for one in expected]
     assert paths(actual) == ["ssd", "computed"]
     # Chunks that were computed while a request was running.
     assert re.search(r"Prefill batch.*#new-token: 6\d.*#running-req: 1", triton.log_text())

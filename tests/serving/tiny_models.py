@@ -134,8 +134,8 @@ def make_model(family: str, folder: Path, **overrides: Any) -> Path:
     import transformers
 
     torch.manual_seed(5)
-    name, own = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**{**own, **overrides})
+    name, options = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**{**options, **overrides})
     auto = "AutoModelForImageTextToText" if family == "qwen2_vl" else "AutoModelForCausalLM"
     model = getattr(transformers, auto).from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
@@ -153,14 +153,14 @@ def _verifying(folder: Path, family: str = "llama") -> tuple[Path, Any]:
     import transformers
 
     model = make_model(family, folder / "target", num_hidden_layers=1, rms_norm_eps=1e-12)
-    own = transformers.AutoModelForCausalLM.from_pretrained(model)
-    embeddings = own.model.embed_tokens.weight.data
+    target = transformers.AutoModelForCausalLM.from_pretrained(model)
+    embeddings = target.model.embed_tokens.weight.data
     # That of padding, which may be drafted, has no norm.
     embeddings[0] = 1.0
     embeddings /= embeddings.square().mean(1, keepdim=True).sqrt()
-    own.model.layers[0].self_attn.o_proj.weight.data /= 16
-    own.save_pretrained(model)
-    return model, own
+    target.model.layers[0].self_attn.o_proj.weight.data /= 16
+    target.save_pretrained(model)
+    return model, target
 
 
 def make_draft(folder: Path) -> tuple[Path, Path]:
@@ -171,8 +171,8 @@ def make_draft(folder: Path) -> tuple[Path, Path]:
     import torch
     import transformers
 
-    model, own = _verifying(folder)
-    config, weights, draft = own.config, own.state_dict(), folder / "draft"
+    model, target = _verifying(folder)
+    config, weights, draft = target.config, target.state_dict(), folder / "draft"
     for name, weight in weights.items():
         if "k_proj" in name or "v_proj" in name:
             heads = weight.view(config.num_key_value_heads, -1, weight.shape[1])
@@ -208,11 +208,11 @@ def make_eagle(folder: Path) -> tuple[Path, Path]:
     import torch
     from safetensors.torch import save_file
 
-    model, own = _verifying(folder)
-    weights = own.state_dict()
-    draft, size = folder / "draft", own.config.hidden_size
-    own.config.architectures = ["LlamaForCausalLMEagle"]
-    own.config.save_pretrained(draft)
+    model, target = _verifying(folder)
+    weights = target.state_dict()
+    draft, size = folder / "draft", target.config.hidden_size
+    target.config.architectures = ["LlamaForCausalLMEagle"]
+    target.config.save_pretrained(draft)
     found = {
         name.removeprefix("model."): value.clone()
         for name, value in weights.items()
@@ -235,11 +235,11 @@ def make_eagle3(folder: Path) -> tuple[Path, Path]:
     from safetensors.torch import save_file
 
     model = make_model("llama", folder / "target", num_hidden_layers=1)
-    own = transformers.AutoModelForCausalLM.from_pretrained(model)
-    weights = own.state_dict()
+    target = transformers.AutoModelForCausalLM.from_pretrained(model)
+    weights = target.state_dict()
     weights["model.layers.0.self_attn.o_proj.weight"] *= 20
-    own.load_state_dict(weights)
-    own.save_pretrained(model)
+    target.load_state_dict(weights)
+    target.save_pretrained(model)
     found = {
         name.removeprefix("model.").replace("layers.0", "midlayer"): value.clone()
         for name, value in weights.items()
@@ -247,7 +247,7 @@ def make_eagle3(folder: Path) -> tuple[Path, Path]:
     for name in ("q", "k", "v"):
         name = f"midlayer.self_attn.{name}_proj.weight"
         found[name] = torch.cat([found[name], torch.zeros_like(found[name])], 1)
-    config, draft = own.config, folder / "draft"
+    config, draft = target.config, folder / "draft"
     config.architectures = ["LlamaForCausalLMEagle3"]
     config.draft_vocab_size = config.vocab_size
     config.eagle_config = {"eagle_aux_hidden_state_layer_ids": [-1]}
@@ -261,10 +261,10 @@ def make_mtp(folder: Path) -> tuple[Path, Path]:
     import torch
     from safetensors.torch import save_file
 
-    model, own = _verifying(folder, "qwen2")
-    own.config.architectures = ["MiMoForCausalLM"]
-    own.config.save_pretrained(model)
-    weights, size = own.state_dict(), own.config.hidden_size
+    model, target = _verifying(folder, "qwen2")
+    target.config.architectures = ["MiMoForCausalLM"]
+    target.config.save_pretrained(model)
+    weights, size = target.state_dict(), target.config.hidden_size
     layer = {name: value for name, value in weights.items() if ".layers.0." in name}
     second = {name.replace("layers", "mtp_layers"): value for name, value in layer.items()}
     begin = "model.mtp_layers.0."
@@ -285,9 +285,9 @@ def make_adapter(folder: Path, seed: int) -> Path:
     generator, weights, sizes = torch.Generator().manual_seed(seed), {}, {"q": 128, "k": 32}
     for layer in range(_GROUPED["num_hidden_layers"]):
         for name, size in (sizes | {"v": 32, "o": 128}).items():
-            own = f"base_model.model.model.layers.{layer}.self_attn.{name}_proj.lora_"
-            weights[f"{own}A.weight"] = torch.randn(8, 128, generator=generator) * 0.1
-            weights[f"{own}B.weight"] = torch.randn(size, 8, generator=generator) * 0.5
+            module = f"base_model.model.model.layers.{layer}.self_attn.{name}_proj.lora_"
+            weights[f"{module}A.weight"] = torch.randn(8, 128, generator=generator) * 0.1
+            weights[f"{module}B.weight"] = torch.randn(size, 8, generator=generator) * 0.5
     config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none"}
     config |= {"target_modules": [f"{name}_proj" for name in "qkvo"], "task_type": "CAUSAL_LM"}
     folder.mkdir(exist_ok=True)

@@ -27,15 +27,15 @@ def add_tokenizer(folder: Path, *, media: bool = False, chat: str = CHAT) -> Non
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     pad, begin, end = SPECIAL
-    own = PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=pad, bos_token=begin, eos_token=end
     )
     if media:
         import transformers
 
-        own.add_special_tokens({"additional_special_tokens": list(MEDIA)})
-        parts = transformers.Qwen2VLImageProcessor(), own, transformers.Qwen2VLVideoProcessor()
+        fast.add_special_tokens({"additional_special_tokens": list(MEDIA)})
+        parts = transformers.Qwen2VLImageProcessor(), fast, transformers.Qwen2VLVideoProcessor()
         transformers.Qwen2VLProcessor(*parts).save_pretrained(folder)
     else:
-        own.chat_template = chat
-        own.save_pretrained(folder)
+        fast.chat_template = chat
+        fast.save_pretrained(folder)

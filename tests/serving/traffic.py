@@ -139,8 +139,8 @@ def make_catalogue(seed: int) -> Catalogue:
     """Prompts that grow from few beginnings, asked in all ways."""
     chance = random.Random(seed)
 
-    def fresh(least: int, most: int) -> Tokens:
-        return random_tokens(chance.randint(least, most), seed=chance.randrange(1 << 30))
+    def fresh(min_length: int, max_length: int) -> Tokens:
+        return random_tokens(chance.randint(min_length, max_length), seed=chance.randrange(1 << 30))
 
     systems = [fresh(250, 700) for _ in range(4)]
     branches = [[*system, *fresh(60, 260)] for system in systems for _ in range(3)]
@@ -253,8 +253,8 @@ def answer_by_stock(catalogue: Catalogue, stock: Server, weights: str) -> int:
 def _is_clear(told: Any) -> bool:
     """Whether no choice of an answer that says the two best of each is nearly a tie."""
     sequences = told if isinstance(told, list) else [told]
-    tops = [own.get("meta_info", {}).get("output_top_logprobs") or () for own in sequences]
-    return all(one[0] - two[0] >= LEAST_MARGIN for own in tops for one, two in own)
+    tops = [one.get("meta_info", {}).get("output_top_logprobs") or () for one in sequences]
+    return all(first[0] - second[0] >= LEAST_MARGIN for top in tops for first, second in top)
 
 
 def have_talk(

@@ -54,11 +54,11 @@ class Watch:
     def growths(self) -> dict[str, float]:
         """Of resident bytes, in lives that are long, from the end of the warm-up on."""
         return {
-            f"in a life of {own[-1][0] / 60:.0f} min": _resident(own, 1 - WARM_UP)
-            / _resident(own, WARM_UP)
+            f"in a life of {looks[-1][0] / 60:.0f} min": _resident(looks, 1 - WARM_UP)
+            / _resident(looks, WARM_UP)
             - 1
-            for own in self.lives
-            if own and own[-1][0] >= LONG_SECONDS
+            for looks in self.lives
+            if looks and looks[-1][0] >= LONG_SECONDS
         }
 
     def problems(self) -> list[str]:
@@ -71,13 +71,13 @@ class Watch:
     def summary(self) -> str:
         """In figures."""
         grown = ", ".join(f"{share:+.2%} {where}" for where, share in self.growths().items())
-        ends = [_resident(own, 1 - WARM_UP) / 1e6 for own in self.lives if own]
+        ends = [_resident(looks, 1 - WARM_UP) / 1e6 for looks in self.lives if looks]
         return f"resident {min(ends):.0f} to {max(ends):.0f} MB ({grown or 'no long life'})"
 
 
 def _resident(looks: Sequence[tuple[float, int]], share: float) -> float:
     """Median from this share of a life on, for as long as its warm-up."""
-    first, last = (own * looks[-1][0] for own in (share, share + WARM_UP))
+    first, last = (part * looks[-1][0] for part in (share, share + WARM_UP))
     return statistics.median(size for at, size in looks if first <= at <= last + 1e-9)
 
 
@@ -122,7 +122,7 @@ def resident_bytes(pid: int) -> int:
     """Of a process and all below it."""
     process = psutil.Process(pid)
     total = 0
-    for own in (process, *process.children(recursive=True)):
+    for member in (process, *process.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
-            total += own.memory_info().rss
+            total += member.memory_info().rss
     return total

@@ -139,16 +139,19 @@ class World:
         """Compare an answer with stock's."""
         # After a retraction stock SGLang 0.5.23, too, mixes up the prompts' log-probabilities of a
         # batch. Those of generated tokens are right.
-        least = -NEW_TOKENS if self.retracts and ask.kind == "logprob" else 0
+        start = -NEW_TOKENS if self.retracts and ask.kind == "logprob" else 0
         stock = {w: [a] for (name, w), a in self.catalogue.answers.items() if name == ask.name}
         sequences = told if isinstance(told, list) else [told]
         self.judge_answer(
             ask.name,
-            [read_answer(ask, told).since(least)],
-            {weights: [answer.since(least) for answer in own] for weights, own in stock.items()},
+            [read_answer(ask, told).since(start)],
+            {
+                weights: [answer.since(start) for answer in right]
+                for weights, right in stock.items()
+            },
             began,
             exact=exact,
-            said=str([own.get("meta_info", {}).get("impress") for own in sequences]),
+            said=str([sequence.get("meta_info", {}).get("impress") for sequence in sequences]),
         )
         if exact:
             self.count(f"compared {ask.kind}")

@@ -163,10 +163,10 @@ class Reading(Fence):
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=60), st.integers(1, 20))
-def test_addresses_stay_until_they_are_read(steps: list[tuple[int, bool]], least: int) -> None:
+def test_addresses_stay_until_they_are_read(steps: list[tuple[int, bool]], min_count: int) -> None:
     """Tables are used again, and there are no more than may be."""
     copier, readings, pages = PageCopier(8, CPU, kernels=False), list[Reading](), mock.Mock()
-    limits = {"MOST_TABLES": 5, "LEAST_NUMBERS": least}
+    limits = {"MOST_TABLES": 5, "LEAST_NUMBERS": min_count}
     with mock.patch.multiple(copying, copies=pages, **limits):
         for number, (count, over) in enumerate(steps):
             numbers = copier.begin(count)
@@ -175,7 +175,7 @@ def test_addresses_stay_until_they_are_read(steps: list[tuple[int, bool]], least
             readings.append(Reading(numbers, over=over))
             with mock.patch.object(copying, "Fence", lambda _: readings[-1]):
                 assert copier.launch() is readings[-1]
-            assert len(copier._read) <= 5 and sum(not own.done for own in readings) <= 5
+            assert len(copier._read) <= 5 and sum(not reading.done for reading in readings) <= 5
 
 
 CUDA = torch.device("cuda")

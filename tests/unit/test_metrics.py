@@ -180,7 +180,7 @@ def test_all_is_told_of_a_store_that_is_open() -> None:
     )
     world.cache = {"device": TIER | {"evicted_score": 0.25}, "host": TIER}
     names = ("loading", "private", "held", "writing")
-    world.pool = {"tokens": 100, **{f"{own}_tokens": len(own) for own in names}}
+    world.pool = {"tokens": 100, **{f"{kind}_tokens": len(kind) for kind in names}}
     world.tell(now=True)
     assert world.value("segments_total", event="purged") == 3
     assert world.value("segments_total", event="expired") == 4
@@ -190,7 +190,7 @@ def test_all_is_told_of_a_store_that_is_open() -> None:
     assert world.value("cache_evicted_score", tier="host") is None
     assert world.value("pool_tokens", kind="size") == 100
     assert world.value("pool_tokens", kind="private") == len("private")
-    told = {own.name: set(own.read(world.summarize())) for own in (*COUNTERS, *GAUGES)}
+    told = {metric.name: set(metric.read(world.summarize())) for metric in (*COUNTERS, *GAUGES)}
     reasons = {"requests_not_served_total", "requests_not_stored_total"}
     assert {name for name, values in told.items() if not values} == reasons
 
@@ -215,11 +215,11 @@ def test_totals_are_sums_of_reports_and_told() -> None:
     world.tell()
     tokens, decisions = split(4, 0, 20, 0, 5, 18), {"none": 1, "load": 1, "recompute": 1}
     assert totals["prompt_tokens"] == tokens and totals["requests_decision"] == decisions
-    assert {own: world.value("prompt_tokens_total", source=own) for own in tokens} == tokens
-    for own, count in decisions.items():
-        assert world.value("requests_decision_total", decision=own) == count
+    assert {kind: world.value("prompt_tokens_total", source=kind) for kind in tokens} == tokens
+    for decision, count in decisions.items():
+        assert world.value("requests_decision_total", decision=decision) == count
     names = ("requests", "requests_approximate", "requests_declined", "requests_ssd")
-    assert [totals[own] for own in names] == [3, 1, 1, 1]
+    assert [totals[name] for name in names] == [3, 1, 1, 1]
     assert world.value("requests_approximate_total") == 1
-    for own, count in (("prefix", 29), ("used", 24), ("truncated", 100)):
-        assert totals[f"{own}_tokens"] == world.value(f"{own}_tokens_total") == count
+    for name, count in (("prefix", 29), ("used", 24), ("truncated", 100)):
+        assert totals[f"{name}_tokens"] == world.value(f"{name}_tokens_total") == count

@@ -66,7 +66,7 @@ def until_stored(store: PartStore, tokens: tuple[int, ...], count: int | None = 
 
 def test_what_one_stores_another_finds(bench: Workbench, two: Two) -> None:
     first, second = two
-    assert [folder_of(own).name for own in two] == [IDENTITY, f"{IDENTITY}.1"]
+    assert [folder_of(store).name for store in two] == [IDENTITY, f"{IDENTITY}.1"]
     bench.put(first, prompt(1, 13))
     bench.put(first, prompt(2), namespace="salt")
     bench.put(first, prompt(3), quality=COARSE)
@@ -81,7 +81,7 @@ def test_what_one_stores_another_finds(bench: Workbench, two: Two) -> None:
         check_rows(store, prompt(3), quality=COARSE, rows_of=COARSE)
         assert length(store, prompt(2)) == length(store, prompt(3)) == 0
         assert bench.offer(store, prompt(1, 60)) is StoreOutcome.KNOWN
-    used = [own.summary() for own in two]
+    used = [store.summary() for store in two]
     assert used[0]["used_bytes"] == used[1]["other_servers_bytes"]
     assert used[1]["used_bytes"] == used[0]["other_servers_bytes"] > 0
 
@@ -107,7 +107,7 @@ def test_a_folder_without_a_server_is_served_and_taken_over(
     bench.close(third)
     alone = bench.open()
     check_rows(alone, prompt(1, 60))
-    assert {folder_of(own).name for own in (alone,)} == {IDENTITY}
+    assert {folder_of(store).name for store in (alone,)} == {IDENTITY}
 
 
 def test_own_segments_outlive_a_start_while_others_cannot_be_read(
@@ -176,7 +176,7 @@ def test_news_may_come_in_any_order(bench: Workbench, two: Two) -> None:
     third._disk.peers.close(10)
     third._disk.peers.look()
     news = sorted(
-        third._disk.peers.news, key=lambda own: -own.added.info.prefix_len if own.added else 1
+        third._disk.peers.news, key=lambda entry: -entry.added.info.prefix_len if entry.added else 1
     )
     third._disk.peers.news.clear()
     third._disk.peers.news.extend(news)
@@ -192,8 +192,8 @@ def test_what_it_builds_on_may_be_there_by_another_name(bench: Workbench, two: T
     until_stored(second, prompt(1, 13))
     third._disk.peers.close(10)
     bench.put(second, prompt(1, 40))
-    (own,) = look_up(first, prompt(1, 13)).spans
-    first.writes.discard([own.segment], Cause.DAMAGED)
+    (span,) = look_up(first, prompt(1, 13)).spans
+    first.writes.discard([span.segment], Cause.DAMAGED)
     bench.put(first, prompt(1, 13))
     third._disk.peers.look()
     until_stored(third, prompt(1, 40))
@@ -285,7 +285,7 @@ def test_the_quota_is_that_of_the_directory(bench: Workbench) -> None:
 
     until(second, stored)
     first.worker.submit(int).result()
-    shares = [own.summary()["used_bytes"] // bench.one for own in (first, second)]
+    shares = [store.summary()["used_bytes"] // bench.one for store in (first, second)]
     assert shares[0] >= 4 and sum(shares) <= 8, "nobody gives more than what is above its share"
 
 

@@ -97,7 +97,7 @@ class History:
             store.report(error)
             # Another server may have the same.
             used = look_up(store, tokens).spans
-            assert all(own.segment.segment_id != error.segment_id for own in used)
+            assert all(span.segment.segment_id != error.segment_id for span in used)
 
     def purge(self) -> None:
         store, tokens = self.store(), self.prompt()
@@ -106,7 +106,7 @@ class History:
 
         def all_gone() -> bool:
             self.look()
-            return all(length(own, tokens) < len(tokens) for own in self.stores)
+            return all(length(store, tokens) < len(tokens) for store in self.stores)
 
         wait_until(all_gone)
 
@@ -246,7 +246,7 @@ def test_what_is_told_after_a_purge_was_purged(bench: Workbench, two: Two, resta
     if restarted:
         folder = folder_of(second)
         bench.close(second)
-        (second,) = (own for own in (bench.open(), bench.open()) if folder_of(own) == folder)
+        (second,) = (store for store in (bench.open(), bench.open()) if folder_of(store) == folder)
         until(second, lambda: lengths(second, 1, 2) == [0, 8])
         return
     hear(second)
@@ -286,7 +286,7 @@ def test_a_journal_that_is_made_anew_says_the_same(
     first, second = two
     bench.put_all(first, 1, 2, 3)
     hear(second)
-    before = {own.segment_id: own for own in second.tree.segments()}
+    before = {segment.segment_id: segment for segment in second.tree.segments()}
     first.writes.discard([look_up(first, prompt(2)).spans[0].segment], Cause.EVICTED)
     write_anew(first)
     if in_parts:
@@ -298,8 +298,8 @@ def test_a_journal_that_is_made_anew_says_the_same(
         assert second._disk.peers.unreadable
     hear(second)
     assert lengths(second, 1, 2, 3) == [8, 0, 8]
-    after = {own.segment_id: own for own in second.tree.segments()}
-    assert len(after) == 2 and all(before[name] is own for name, own in after.items())
+    after = {segment.segment_id: segment for segment in second.tree.segments()}
+    assert len(after) == 2 and all(before[name] is segment for name, segment in after.items())
     assert not second.places._unplaced and second._disk.peers.num_bytes == first.tree.file_bytes
 
 
@@ -335,7 +335,7 @@ def test_room_is_found_without_passing_what_others_have_each_time(bench: Workben
     def finds_room() -> bool:
         # Whether a process serves the other folder is asked first.
         found = second.quota.make_room(segment, StoredMatch())
-        return found is not None and [own.home for own in found] == [None]
+        return found is not None and [evicted.home for evicted in found] == [None]
 
     until(second, finds_room)
     assert next(iter(second.tree.order)).home is None
@@ -356,8 +356,8 @@ def test_both_may_store_the_same_at_once(bench: Workbench, two: Two) -> None:
     assert len(bench.files()) == 3
     homes = set()
     for store in two:
-        (own,) = look_up(store, prompt(1, 13)).spans
-        homes.add(own.segment.home or folder_of(store))
+        (span,) = look_up(store, prompt(1, 13)).spans
+        homes.add(span.segment.home or folder_of(store))
         check_rows(store, prompt(1, 20))
         check_rows(store, (*prompt(1, 13), 7, 8))
     assert len(homes) == 1

@@ -69,9 +69,9 @@ def moves_of(access: Access) -> dict[int, tuple[Place, Place]]:
     """By chunk, its tier and pages before the access, and now."""
     moves, found, end = access.moves, dict[int, tuple[Place, Place]](), 0
     columns = (moves.chunks, moves.counts, moves.sources, moves.targets)
-    for chunk, count, source, target in zip(*(own.tolist() for own in columns), strict=True):
+    for chunk, count, source, target in zip(*(column.tolist() for column in columns), strict=True):
         part = slice(end, end := end + count)
-        pages, now = (tuple(own[part].tolist()) for own in (moves.source_pages, moves.target_pages))
+        pages, now = (tuple(ids[part].tolist()) for ids in (moves.source_pages, moves.target_pages))
         assert source or pages == tuple(range(count)), "from SSD comes all of it"
         assert chunk not in found, "one move for a chunk"
         found[chunk] = (Tier(source), pages), (Tier(target), now)

@@ -41,30 +41,30 @@ class ProvenanceMachine(RuleBasedStateMachine):
         """A path, or the root, and slots that are new behind it."""
         above = data.draw(st.sampled_from([[], *self.paths]))
         count = data.draw(st.integers(1, min(4, len(self.free()))))
-        own = data.draw(st.permutations(self.free()))[:count]
-        self.paths.append([*above, *own])
-        return above, own
+        slots = data.draw(st.permutations(self.free()))[:count]
+        self.paths.append([*above, *slots])
+        return above, slots
 
     @precondition(lambda self: self.free())
     @rule(data=st.data(), depth=st.integers(0, 3))
     def load(self, data: st.DataObject, depth: int) -> None:
-        _, own = self.draw(data)
-        self.provenance.mark(slots_of(*own), depth)
-        self.slots.update(dict.fromkeys(own, (depth, True)))
+        _, slots = self.draw(data)
+        self.provenance.mark(slots_of(*slots), depth)
+        self.slots.update(dict.fromkeys(slots, (depth, True)))
 
     @precondition(lambda self: self.free())
     @rule(data=st.data())
     def compute(self, data: st.DataObject) -> None:
-        above, own = self.draw(data)
-        self.provenance.mark_computed(slots_of(*above), slots_of(*own))
+        above, slots = self.draw(data)
+        self.provenance.mark_computed(slots_of(*above), slots_of(*slots))
         depth = max((self.slots[slot][0] for slot in above), default=0)
-        self.slots.update(dict.fromkeys(own, (depth, False)))
+        self.slots.update(dict.fromkeys(slots, (depth, False)))
 
     @precondition(lambda self: self.paths)
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
         path = self.paths.pop(data.draw(st.integers(0, len(self.paths) - 1)))
-        used = {slot for own in self.paths for slot in own}
+        used = {slot for path in self.paths for slot in path}
         for slot in set(path) - used:
             del self.slots[slot]
 
@@ -81,7 +81,7 @@ class ProvenanceMachine(RuleBasedStateMachine):
         for path in self.paths:
             marks = [self.slots[slot] for slot in path]
             assert self.provenance.depth(slots_of(*path)) == max(depth for depth, _ in marks)
-            loaded = max((n for n, (_, own) in enumerate(marks, 1) if own), default=0)
+            loaded = max((n for n, (_, is_loaded) in enumerate(marks, 1) if is_loaded), default=0)
             assert self.provenance.loaded_before(slots_of(*path)) == loaded
 
 

@@ -53,10 +53,10 @@ def purge_of(
     return Purge(name, None if tokens is None else as_tokens(tokens), older_than)
 
 
-def steps_of(purge: Purge, store: PrefixStore, most: int = 64) -> list[Counter[str]]:
+def steps_of(purge: Purge, store: PrefixStore, max_segments: int = 64) -> list[Counter[str]]:
     steps = []
     while purge.left:
-        steps.append(purge.step(store, most))
+        steps.append(purge.step(store, max_segments))
         check_store(store)
     return steps
 
@@ -138,7 +138,7 @@ def test_a_purge_of_a_namespace_and_of_all(bench: Workbench, namespace: str | No
     bench.put_all(store, *range(5), namespace="salt")
     bench.put(store, prompt(1))
     assert pin(store, prompt(3), "salt") is None and pin(store, prompt(1)) is None
-    steps = steps_of(purge_of(store, None, namespace), store, most=2)
+    steps = steps_of(purge_of(store, None, namespace), store, max_segments=2)
     gone = 5 if namespace else 6
     assert [step["segments"] for step in steps] == [2, 2, gone - 4]
     assert sum(step["bytes"] for step in steps) == gone * bench.one
@@ -152,8 +152,8 @@ def test_what_is_being_written_is_purged_as_well(bench: Workbench, late: bool, c
     """Also where its last layer was read before anybody said so, or the clock was set back."""
     store = bench.open()
     gate = bench.begin(store, prompt(1))
-    for own in store.writes:
-        own.written -= clock
+    for write in store.writes:
+        write.written -= clock
     if late:
         gate.opened.set()
         wait_until(lambda: len(list(bench.root.glob("*/segments/*/*.kv"))) == 1)
@@ -212,12 +212,12 @@ def test_what_cannot_be_asked_for_its_age_is_too_old(bench: Workbench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ttl", "own", "left"),
+    ("ttl", "asked", "left"),
     [(HOUR, 0, 0), (9 * HOUR, HOUR, 0), (HOUR, 9 * HOUR, 0), (9 * HOUR, 9 * HOUR, 8), (0, 0, 8)],
 )
-def test_the_shorter_time_counts(bench: Workbench, ttl: float, own: float, left: int) -> None:
+def test_the_shorter_time_counts(bench: Workbench, ttl: float, asked: float, left: int) -> None:
     store = bench.open(ttl=ttl)
-    bench.put(store, prompt(1), ttl=own)
+    bench.put(store, prompt(1), ttl=asked)
     store.expire(time.time() + HOUR + 10)
     assert length(store, prompt(1)) == left
 
@@ -237,7 +237,7 @@ def test_an_order_removes_what_is_old_when_it_is_given(bench: Workbench) -> None
 def test_who_goes_on_finds_the_same_job_unless_there_are_too_many(ended: str | None) -> None:
     jobs = MultiStepJobs[str, list[int]]()
     first = [jobs.go_on(str(number), list) for number in range(MOST_JOBS)]
-    assert all(jobs.go_on(str(number), list) is own for number, own in enumerate(first))
+    assert all(jobs.go_on(str(number), list) is job for number, job in enumerate(first))
     if ended is not None:
         jobs.pop(ended, None)
         jobs.pop(ended, None)

@@ -56,12 +56,12 @@ def test_what_is_computed_behind_few_bits_is_worse_by_one_approximation(
 
 @given(QUALITIES, QUALITIES, QUALITIES)
 def test_the_worst_of_several_is_what_a_request_must_take_to_take_each(
-    a: Quality, b: Quality, least: Quality
+    a: Quality, b: Quality, wanted: Quality
 ) -> None:
     worst = a.worst(b)
 
     assert worst == b.worst(a) and a.worst(EXACT) == a
-    assert worst.suffices(least) == (a.suffices(least) and b.suffices(least))
+    assert worst.suffices(wanted) == (a.suffices(wanted) and b.suffices(wanted))
 
 
 SHARES = st.floats(0.0, 1.0, allow_nan=False)
@@ -74,7 +74,7 @@ KEYS = (
     | st.text(max_size=8)
     | st.lists(PIECES, max_size=5).map("".join)
     | st.tuples(CLASSES, CLASSES, st.text("|a", max_size=3)).map(
-        lambda own: marked(own[2], *own[:2])
+        lambda drawn: marked(drawn[2], *drawn[:2])
     )
 )
 
@@ -85,17 +85,17 @@ KEYS = (
 @example(None, KVClass(5.0), "impress-class:5", KVClass(), KVClass())
 @example(None, KVClass(5.0, 0.1234567), None, KVClass(5.0, 0.12345674), KVClass())
 def test_different_arguments_have_different_keys(
-    key: str | None, own: KVClass, other_key: str | None, other: KVClass, usual: KVClass
+    key: str | None, kv_class: KVClass, other_key: str | None, other: KVClass, usual: KVClass
 ) -> None:
-    same = marked(key, own, usual) == marked(other_key, other, usual)
-    assert same == ((key, own) == (other_key, other))
+    same = marked(key, kv_class, usual) == marked(other_key, other, usual)
+    assert same == ((key, kv_class) == (other_key, other))
 
 
 @given(KEYS, CLASSES, CLASSES)
 @example("impress-class:5|a", KVClass(), KVClass())
 @example("a|b", KVClass(5.0), KVClass())
-def test_the_key_of_a_request_comes_back(key: str | None, own: KVClass, usual: KVClass) -> None:
-    assert unmarked(marked(key, own, usual)) == key
+def test_the_key_of_a_request_comes_back(key: str | None, kind: KVClass, usual: KVClass) -> None:
+    assert unmarked(marked(key, kind, usual)) == key
 
 
 def test_the_class_of_a_request() -> None:
@@ -109,13 +109,13 @@ def test_the_class_of_a_request() -> None:
 
 
 @given(CLASSES, st.integers(0, 3))
-def test_what_a_class_accepts(own: KVClass, depth: int) -> None:
-    worst = own.worst(depth)
+def test_what_a_class_accepts(kv_class: KVClass, depth: int) -> None:
+    worst = kv_class.worst(depth)
     assert EXACT.suffices(worst)
-    if own.exact or not depth:
+    if kv_class.exact or not depth:
         assert worst == EXACT
     else:
-        assert Quality(depth, own.bits, own.share).suffices(worst)
-        assert not Quality(depth + 1, own.bits, own.share).suffices(worst)
-        fewer = [bits for bits in BITS if bits < own.bits]
-        assert not any(Quality(depth, bits, own.share).suffices(worst) for bits in fewer)
+        assert Quality(depth, kv_class.bits, kv_class.share).suffices(worst)
+        assert not Quality(depth + 1, kv_class.bits, kv_class.share).suffices(worst)
+        fewer = [bits for bits in BITS if bits < kv_class.bits]
+        assert not any(Quality(depth, bits, kv_class.share).suffices(worst) for bits in fewer)

@@ -98,9 +98,9 @@ def readers() -> Iterator[str]:
             continue
         for node in tree.body:
             if isinstance(node, ast.ClassDef):
-                for own in node.body:
-                    if isinstance(own, ast.FunctionDef) and _reads(own):
-                        yield f"{name}.{node.name}.{own.name}"
+                for method in node.body:
+                    if isinstance(method, ast.FunctionDef) and _reads(method):
+                        yield f"{name}.{node.name}.{method.name}"
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _reads(node):
                 yield f"{name}.{node.name}"
 

@@ -54,24 +54,24 @@ class Traffic:
             self._ask()
         if first.requests and rng.random() < 0.05:
             rid = rng.choice(sorted(first.requests))
-            self.ranks.all(lambda own: own.abort(own.requests[rid]))
+            self.ranks.all(lambda model: model.abort(model.requests[rid]))
         if len(first.queue) > 1 and rng.random() < 0.1:
-            order = [own.rid for own in first.queue]
+            order = [request.rid for request in first.queue]
             rng.shuffle(order)
-            self.ranks.all(lambda own: own.queue.sort(key=lambda asked: order.index(asked.rid)))
+            self.ranks.all(lambda model: model.queue.sort(key=lambda asked: order.index(asked.rid)))
         if first.jobs.jobs and rng.random() < 0.02:
-            self.ranks.all(lambda own: own.drop_all())
+            self.ranks.all(lambda model: model.drop_all())
         if first.jobs.jobs and rng.random() < 0.05 and len(self.ranks.models) == 1:
             # Ranks vote on what is slower than computing.
             first.jobs.give_up(rng.choice(first.jobs.jobs))
         for model in self.ranks.models:
             go_on(model)
-        self.ranks.all(lambda own: own.step())
+        self.ranks.all(lambda model: model.step())
 
     def _ask(self) -> None:
         first, rng = self.ranks.models[0], self.rng
-        length, most = rng.randrange(4, 16), rng.randrange(1, 9)
-        most = min(most, NUM_SLOTS - 2 - length)
+        length, max_new = rng.randrange(4, 16), rng.randrange(1, 9)
+        max_new = min(max_new, NUM_SLOTS - 2 - length)
         shared = rng.randrange(length + 1)
         family, self._tails = rng.randrange(3), self._tails + 100
         common = [100 * family + position for position in range(shared)]
@@ -79,11 +79,11 @@ class Traffic:
             # It begins with what is being loaded.
             common = rng.choice(jobs).tokens.tolist()[: length - 1]
         prompt = (*common, *range(self._tails, self._tails + length - len(common)))
-        stops, patience = rng.randrange(1, most + 1), rng.choice([None, 0.0, 3.0])
+        stops, patience = rng.randrange(1, max_new + 1), rng.choice([None, 0.0, 3.0])
         for model in self.ranks.models:
             if rng.random() < 0.7:
                 model.stored.add(prompt[: rng.randrange(1, length + 1)])
-        self.ranks.all(lambda own: own.ask(prompt, most, stops, patience))
+        self.ranks.all(lambda model: model.ask(prompt, max_new, stops, patience))
 
 
 def run(size: int, seed: int) -> Lockstep:
@@ -101,7 +101,7 @@ def run(size: int, seed: int) -> Lockstep:
                 model.loader.stalls = False
                 model.loader.run(3)
                 model.clock.now += 1.0
-            ranks.all(lambda own: own.step())
+            ranks.all(lambda model: model.step())
     for model in ranks.models:
         assert model.is_done, "a request or a job waits for ever"
         assert not model.tree.holds and not model.jobs.waiters, "a lock outlives its request"
@@ -124,10 +124,10 @@ def test_they_do_what_they_should(
 
 def job(state: JobState | None = None) -> LoadJob:
     """That has ended so, unless it has not."""
-    own = new_job((1, 2))
+    job = new_job((1, 2))
     if state is not None:
-        own.end(state)
-    return own
+        job.end(state)
+    return job
 
 
 def agreement(rank: int, others: list[list[int]], now: float = 5.0) -> Agreement:
@@ -135,7 +135,7 @@ def agreement(rank: int, others: list[list[int]], now: float = 5.0) -> Agreement
 
     def begin(numbers: Sequence[int]) -> Any:
         others.append(list(numbers))
-        return lambda: [min(own) for own in zip(*others, strict=True)]
+        return lambda: [min(votes) for votes in zip(*others, strict=True)]
 
     return Agreement(Ranks(rank, 2, begin), lambda: now)
 
@@ -188,8 +188,8 @@ def test_ranks_of_a_model_know_their_stores(tmp_path: Any) -> None:
 
 
 def test_ranks_share_the_quota() -> None:
-    own = share_of_rank(ImpressConfig(ssd_gb=3.0, host_gb=2.0, device_gb=1.0), 2)
-    assert (own.ssd_gb, own.host_gb, own.device_gb) == (1.5, 1.0, 1.0)
-    own = share_of_rank(ImpressConfig(ssd_gb=3.0, host_gb=2.0), 4, 2)
-    assert (own.ssd_gb, own.host_gb) == (1.5, 0.5)
+    share = share_of_rank(ImpressConfig(ssd_gb=3.0, host_gb=2.0, device_gb=1.0), 2)
+    assert (share.ssd_gb, share.host_gb, share.device_gb) == (1.5, 1.0, 1.0)
+    share = share_of_rank(ImpressConfig(ssd_gb=3.0, host_gb=2.0), 4, 2)
+    assert (share.ssd_gb, share.host_gb) == (1.5, 0.5)
     assert share_of_rank(ImpressConfig(), 1) == ImpressConfig()

@@ -157,24 +157,24 @@ def test_many_threads_read_and_cancel(reader: BlockReader, tmp_path: Path, seed:
     several = [Stored(tmp_path, name=f"{seed}{'x' * n}") for n in range(4)]
 
     def work(number: int) -> None:
-        own, random = several[number], np.random.default_rng(10 * seed + number)
+        file, random = several[number], np.random.default_rng(10 * seed + number)
         expected = set()
         for part in range(6):
             first = 10 * part
-            read = reader.submit(*own.runs((first, first + 3), (first + 4, first + 9)), ahead=True)
+            read = reader.submit(*file.runs((first, first + 3), (first + 4, first + 9)), ahead=True)
             time.sleep(float(random.choice([0.0, 0.0, 1e-4, 1e-3])))
             rest = set(listed(reader.cancel(read)))
-            own.read(reader, (first + 9, first + 10))
+            file.read(reader, (first + 9, first + 10))
             read.arrived()
             kept = {first, first + 1, first + 2, *range(first + 4, first + 10)} - rest
             assert read.num_bytes == (len(kept) - 1) * BLOCK
             expected |= kept
-        own.check(*((block, block + 1) for block in expected))
+        file.check(*((block, block + 1) for block in expected))
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
-    for own in several:
-        own.close()
+    for file in several:
+        file.close()
 
 
 @pytest.mark.parametrize("left", [7 * BLOCK + 100, -BLOCK])

@@ -59,7 +59,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize(("key", "value"), [(k, own) for k in WRONG for own in WRONG[k]])
+@pytest.mark.parametrize(("key", "value"), [(k, value) for k in WRONG for value in WRONG[k]])
 def test_others_are_refused_by_name_and_value(key: str, value: Any) -> None:
     for more in ({}, {RETENTION_KEY: 0.5}):
         with pytest.raises(ValueError, match=key) as caught:
@@ -68,7 +68,7 @@ def test_others_are_refused_by_name_and_value(key: str, value: Any) -> None:
         assert repr(value) in str(caught.value)
 
 
-@pytest.mark.parametrize(("key", "value"), [(k, own) for k in RIGHT for own in RIGHT[k]])
+@pytest.mark.parametrize(("key", "value"), [(k, value) for k in RIGHT for value in RIGHT[k]])
 def test_what_a_request_may_ask_for(key: str, value: Any) -> None:
     check_custom_params({key: value}, CONFIG)
 
@@ -125,8 +125,8 @@ def given_for(asked: dict[str, Any], config: ImpressConfig) -> LoadOptions:
 @pytest.mark.parametrize(
     ("floor", "asked", "given"),
     [
-        *((0.1, own, own) for own in (0.7, 1, 0.3, 0.1)),
-        *((0.1, own, 0.1) for own in (0.099, 1e-9)),
+        *((0.1, share, share) for share in (0.7, 1, 0.3, 0.1)),
+        *((0.1, share, 0.1) for share in (0.099, 1e-9)),
         (0.0, 1e-6, 1e-6),
     ],
 )
@@ -141,7 +141,7 @@ def test_a_request_gets_what_it_asks_for_but_not_less_than_the_floor(
 
 @pytest.mark.parametrize(
     ("asked", "given"),
-    [*((own, float(own)) for own in (6, *BITS)), (EXACTLY, EXACT_BITS), (AUTO, USUAL_BITS)],
+    [*((bits, float(bits)) for bits in (6, *BITS)), (EXACTLY, EXACT_BITS), (AUTO, USUAL_BITS)],
 )
 def test_a_request_gets_the_bits_that_it_asks_for(asked: float | str, given: float) -> None:
     auto = asked == AUTO

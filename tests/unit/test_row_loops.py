@@ -50,15 +50,15 @@ def test_errors_are_the_least_and_fall_by_four_with_each_bit() -> None:
         float((weight * (x - levels[np.searchsorted(bounds, x)]) ** 2).sum())
         for levels, bounds in zip(LEVELS, BOUNDS, strict=True)
     ]
-    for bits, least in LEAST_ERRORS.items():
-        assert errors[bits] == pytest.approx(least, rel=0.01)
+    for bits, error in LEAST_ERRORS.items():
+        assert errors[bits] == pytest.approx(error, rel=0.01)
     ratios = [high / low for high, low in itertools.pairwise(errors[4:])]
     assert ratios == pytest.approx([4] * len(ratios), rel=0.07)
 
 
-def descending(most: int) -> st.SearchStrategy[tuple[int, ...]]:
-    own = st.lists(st.integers(1, 8), max_size=most)
-    return own.map(lambda bits: tuple(sorted(bits, reverse=True)))
+def descending(max_size: int) -> st.SearchStrategy[tuple[int, ...]]:
+    widths = st.lists(st.integers(1, 8), max_size=max_size)
+    return widths.map(lambda bits: tuple(sorted(bits, reverse=True)))
 
 
 def drawn(layout: RowLayout, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,9 +76,9 @@ def test_a_row_is_what_its_description_says(bits: tuple[int, ...], seed: int) ->
     word = sum(gain << 5 * i for i, gain in enumerate(gains[0].tolist()))
     row = bytearray(word.to_bytes(4, "little"))
     areas: dict[int, list[int]] = {4: [], 2: [], 1: []}
-    for code, own in zip(codes[0].tolist(), bits, strict=True):
-        left = own
-        for _, width in PARTS[own]:
+    for code, count in zip(codes[0].tolist(), bits, strict=True):
+        left = count
+        for _, width in PARTS[count]:
             left -= width
             areas[width].append(code >> left & (1 << width) - 1)
     for width, elements in areas.items():
@@ -116,8 +116,8 @@ def test_components_are_those_of_the_coder(bits: list[int], tokens: int) -> None
 def test_slots_hold_what_the_coder_restores(
     basis: Basis, dtype: torch.dtype, halves: bool, rotated: int, gap: int
 ) -> None:
-    own = random_turns(rotated, 21, halves=halves)
-    check_restored(basis, own, 21, dtype, gap=gap, kernels=False)
+    turns = random_turns(rotated, 21, halves=halves)
+    check_restored(basis, turns, 21, dtype, gap=gap, kernels=False)
 
 
 def test_decoder_restores_what_a_rounding_encoder_returns(basis: Basis) -> None:
@@ -137,7 +137,7 @@ def test_decoder_restores_what_a_rounding_encoder_returns(basis: Basis) -> None:
 
 
 def test_the_compiled_loops_are_used_where_numba_is_installed() -> None:
-    assert all(hasattr(own, "nopython_signatures") for own in (placing.place, heaps.lowest))
+    assert all(hasattr(loop, "nopython_signatures") for loop in (placing.place, heaps.lowest))
 
 
 def test_loops_are_compiled_where_nothing_can_be_kept(

@@ -205,9 +205,9 @@ def test_what_is_awaited_is_worth_more_than_all_else(
     ids = np.arange(SIZE // 2)
     rule.expect(ids, np.array(turns[: SIZE // 2]))
     for request in requests:
-        for own in (rule, plain):
-            own.advance()
-            record(own, *request, share=list(request.values()))
+        for each in (rule, plain):
+            each.advance()
+            record(each, *request, share=list(request.values()))
 
     awaited, others = rule.priorities[ids], rule.priorities[SIZE // 2 :]
     assert (awaited > others.max()).all() and (awaited >= 2**62).all()

@@ -44,7 +44,7 @@ def make_order(schedule: str, unread: float = 1.0, **others: Serving) -> QueueOr
 def arranged(order: QueueOrder, *rids: str) -> list[str]:
     queue = [Waiting(rid) for rid in rids]
     order.arrange(queue)
-    return [own.rid for own in queue]
+    return [request.rid for request in queue]
 
 
 def test_who_comes_back_has_overtaken_anew() -> None:
@@ -123,37 +123,37 @@ class World:
 
     def add(self) -> None:
         rng, self._count = self._rng, self._count + 1
-        own = Waiting(f"r{self._count}", rng.randrange(self._priorities))
-        self.queue.append(own)
+        request = Waiting(f"r{self._count}", rng.randrange(self._priorities))
+        self.queue.append(request)
         if rng.random() < 0.9:
             state = rng.choice([*STATES.values(), QUICK])._replace(unread=self._unread)
-            self.states[own.rid] = state
-            self.seconds[own.rid] = state.estimate.seconds(self._unread)
+            self.states[request.rid] = state
+            self.seconds[request.rid] = state.estimate.seconds(self._unread)
 
     def step(self, policy: str, admits: int) -> None:
         # SGLang's policy, whichever it is.
         if policy == "priority":
-            self.queue.sort(key=lambda own: own.priority or 0)
+            self.queue.sort(key=lambda request: request.priority or 0)
         elif policy == "shuffles":
             self._rng.shuffle(self.queue)
         before = [*self.queue]
         self.order.arrange(self.queue)
         assert Counter(self.queue) == Counter(before)
         assert self.queue[WINDOW:] == before[WINDOW:]
-        for place, own in enumerate(self.queue):
-            for other in {*self.queue[:place]} - {*before[: before.index(own)]}:
-                assert other.priority == own.priority and {own.rid, other.rid} <= {*self.seconds}
-                self.overtaken[own.rid].add(other.rid)
+        for place, req in enumerate(self.queue):
+            for other in {*self.queue[:place]} - {*before[: before.index(req)]}:
+                assert other.priority == req.priority and {req.rid, other.rid} <= {*self.seconds}
+                self.overtaken[req.rid].add(other.rid)
         # Some are passed over, as where an adapter is not loaded; others are aborted.
-        able = [own for own in self.queue if self._rng.random() < 0.8]
-        gone = {*able[:admits], *(own for own in self.queue if self._rng.random() < 0.02)}
-        for own in gone:
-            self.order.forget(own.rid)
-            self.queue.remove(own)
+        able = [request for request in self.queue if self._rng.random() < 0.8]
+        gone = {*able[:admits], *(request for request in self.queue if self._rng.random() < 0.02)}
+        for request in gone:
+            self.order.forget(request.rid)
+            self.queue.remove(request)
             # Some are retracted, and have the same id.
             if self._rng.random() < 0.2:
-                self.overtaken.pop(own.rid, None)
-                self.queue.append(own)
+                self.overtaken.pop(request.rid, None)
+                self.queue.append(request)
 
 
 @given(
@@ -179,4 +179,4 @@ def test_nobody_is_overtaken_more_often_or_for_longer_than_allowed(
         world.step(policy, admits)
         for rid, others in world.overtaken.items():
             assert len(others) <= WINDOW
-            assert sum(world.seconds[own] for own in others) <= world.seconds[rid] + 1e-9
+            assert sum(world.seconds[other] for other in others) <= world.seconds[rid] + 1e-9

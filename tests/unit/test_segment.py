@@ -61,7 +61,7 @@ def check_same(left: SegmentHeader | SegmentInfo, right: SegmentHeader | Segment
     np.testing.assert_equal(dataclasses.asdict(left), dataclasses.asdict(right))
     for field in dataclasses.fields(left):
         values = getattr(left, field.name), getattr(right, field.name)
-        assert len({getattr(own, "dtype", None) for own in values}) == 1
+        assert len({getattr(value, "dtype", None) for value in values}) == 1
 
 
 @given(data=st.data())
@@ -277,10 +277,10 @@ def test_raw_layers_are_the_same_beside_codes(layout: SegmentLayout) -> None:
     for codes in (False, True)[: 1 + shape.coded]:
         *numbers, total = layout.first_chunks[codes]
         parts = [layout.parts(layer, codes=codes) for layer in range(shape.num_layers)]
-        counts = [sum(own.num_pages for own in both) for both in parts]
+        counts = [sum(part.num_pages for part in both) for both in parts]
         assert numbers == [sum(counts[:layer]) for layer in range(shape.num_layers)]
         assert len(chunk_pages(layout, codes=codes)) == sum(counts) == total
-        sizes = [sum(own.num_bytes for own in both) for both in parts]
+        sizes = [sum(part.num_bytes for part in both) for both in parts]
         assert layout.num_bytes(codes=codes) == sum(sizes)
         assert layout.most_bytes(codes=codes) == max(sizes)
         for layer in range(shape.first_raw, shape.num_layers):

@@ -96,7 +96,7 @@ def test_all_of_it_arrives(source: Workbench, file: Path, target: Workbench, cap
     assert (done["segments"], done["known"], done["store"]) == (4, 0, IDENTITY)
 
     assert contents(source) - contents(target) == collections.Counter(
-        {own: 1 for own in contents(source) if own[0] == np.array(prompt(2, 70), "<i4").tobytes()}
+        {key: 1 for key in contents(source) if key[0] == np.array(prompt(2, 70), "<i4").tobytes()}
     )
     store = target.open(**OPTIONS)
     for tokens in (LONG, EARLY):
@@ -133,11 +133,11 @@ def test_some_of_it(source: Workbench, target: Workbench, capsys: Said, tmp_path
     rows = json.loads(capsys.readouterr().out)
     (last,) = (row["segment"] for row in rows if row["tokens"] == 3)
     ids = ",".join(map(str, LONG))
-    for path, option, own, wanted in (
+    for path, option, argument, wanted in (
         (tmp_path / "ids", "--ids", ids, (2, 2)),
         (tmp_path / "segment", "--segment", last, (3, 1)),
     ):
-        exported = run(capsys, "export", path, source, option, own)["segments"]
+        exported = run(capsys, "export", path, source, option, argument)["segments"]
         assert (exported, run(capsys, "import", path, target)["segments"]) == wanted
     path = tmp_path / "tenant"
     tenant = ["--extra-key", "tenant"]
@@ -147,23 +147,23 @@ def test_some_of_it(source: Workbench, target: Workbench, capsys: Said, tmp_path
     store = target.open(**OPTIONS)
     assert length(store, prompt(2, 70), namespace=TENANT) == 70
     assert length(store, EARLY, namespace=NONE) == len(EARLY)
-    assert not any(b"tenant" in own.read_bytes() for own in path.iterdir())
+    assert not any(b"tenant" in file.read_bytes() for file in path.iterdir())
     assert path.stat().st_mode & 0o777 == 0o700
 
 
 def test_damage_is_found_wherever_it_is(file: Path, target: Workbench, capsys: Said) -> None:
     """Also what somebody made up."""
-    for own in file.glob("*.kv"):
-        size = own.stat().st_size
+    for path in file.glob("*.kv"):
+        size = path.stat().st_size
         for offset in {0, 9, *range(40, size, size // 20), size - 1}:
-            flip_byte(own, offset)
+            flip_byte(path, offset)
             assert run(capsys, "import", file, target) == REFUSED, offset
-            flip_byte(own, offset)
-        whole = own.read_bytes()
+            flip_byte(path, offset)
+        whole = path.read_bytes()
         for cut in (b"", whole[:5], whole[: size // 2], whole[:-1]):
-            own.write_bytes(cut)
+            path.write_bytes(cut)
             assert run(capsys, "import", file, target) == REFUSED
-        own.write_bytes(whole)
+        path.write_bytes(whole)
     contents = json.loads((file / CONTENTS).read_text())
     first, *rest = contents["segments"]
     for changes in (
@@ -190,7 +190,7 @@ def test_damage_is_found_wherever_it_is(file: Path, target: Workbench, capsys: S
 
 @pytest.mark.parametrize("shape", [SHAPES["codes"]])
 def test_headers_that_somebody_made_up(file: Path, target: Workbench, capsys: Said) -> None:
-    headers = {own: read_header(own, FileSystem()) for own in file.glob("*.kv")}
+    headers = {path: read_header(path, FileSystem()) for path in file.glob("*.kv")}
     before = set(target.root.parent.iterdir())
     for changes in (
         {"identity": "../outside"},
@@ -215,8 +215,8 @@ def test_tokens_without_windows_stay_so(tmp_path: Path, capsys: Said) -> None:
     run(capsys, "export", tmp_path / "file", benches[0])
     assert run(capsys, "import", tmp_path / "file", benches[1])["segments"] == 2
     for bench in benches:
-        headers = [read_header(own, FileSystem()) for own in bench.root.glob("*/segments/*/*")]
-        assert sorted(own.info.windows_from for own in headers) == [30, 50]
+        headers = [read_header(path, FileSystem()) for path in bench.root.glob("*/segments/*/*")]
+        assert sorted(header.info.windows_from for header in headers) == [30, 50]
 
 
 @pytest.mark.parametrize("shape", [SHAPES["codes"]])

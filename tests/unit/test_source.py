@@ -51,17 +51,17 @@ def test_each_segment_notes_its_own_tokens(shape: str, reader: BlockReader, tmp_
 
     noted, first = [], 0
     for part, history in zip(several.parts, several.histories, strict=True):
-        own, average, key = slice(part.start, part.stop), history.average, history.order_key
+        span, average, key = slice(part.start, part.stop), history.average, history.order_key
         assert average.shape == key.shape == (2, head_groups, part.num_tokens)
         for found in (average, key):
             assert not found[0].any(), "another layer"
             assert not found[1, :, : part.start].any() and not found[1, :, part.stop :].any()
-        noted.append(average[1, :, own])
+        noted.append(average[1, :, span])
         count = part.stop - part.start
         sums = scores[:, first : first + count].view(head_groups, -1, count).sum(1)
-        np.testing.assert_allclose(key[1, :, own], sums / sums.mean(1, keepdim=True), rtol=2e-3)
+        np.testing.assert_allclose(key[1, :, span], sums / sums.mean(1, keepdim=True), rtol=2e-3)
         first += count
-    found = [np.flatnonzero(own).tolist() for own in np.concatenate(noted, 1)]
+    found = [np.flatnonzero(row).tolist() for row in np.concatenate(noted, 1)]
     assert found == selected.tolist()
     several.close()
 
@@ -80,7 +80,7 @@ def test_a_flipped_byte_hurts_the_rows_of_its_block_alone(
     head_groups = kv.head_groups_of(case.shape)
     path, found = case.paths[1], 0
     for layer, column, chunk, start in list(sources.all_chunks(case.shape, case.parts[1], path)):
-        (kind,) = (own for own in sources.KINDS if column in case.kind_columns(own))
+        (kind,) = (kind for kind in sources.KINDS if column in case.kind_columns(kind))
         # The other head groups of a read want good rows, and of the probe column all is read.
         head_group = 0 if column == kv.PROBE else kv.head_group_of(case.shape, column)
         touched_by = [
@@ -89,7 +89,7 @@ def test_a_flipped_byte_hurts_the_rows_of_its_block_alone(
         ]
         size = kv.chunk_disk_bytes(case.shape, column, 8, case.parts[1].num_tokens, chunk)
         for block in range(size // sources.BLOCK):
-            touching = [token for token, own in enumerate(touched_by) if (1, chunk, block) in own]
+            touching = [t for t, blocks in enumerate(touched_by) if (1, chunk, block) in blocks]
             others = [t for t in range(case.num_tokens) if t not in touching]
             offset = start + block * sources.BLOCK
             bad = offset + (sources.BLOCK - 1) * ((chunk + block) % 2)

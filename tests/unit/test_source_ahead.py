@@ -166,8 +166,8 @@ def test_no_layer_is_read_twice_and_room_is_kept(room: int, steps: list[tuple[st
         else:
             bench.ahead.top_up()
 
-        for own in sources.values():
-            assert list(own.memory) == sorted(own.memory)
+        for source in sources.values():
+            assert list(source.memory) == sorted(source.memory)
         assert bench.pool.used_bytes <= room * MIB
 
 
@@ -254,8 +254,8 @@ class Requests:
             layout = self.case.spans[number][0].layout
             place = self.data.draw(st.integers(layout.header_bytes, layout.file_bytes - 1))
             wrong = self.wrong = self.case.paths[number], place
-            for own in self.live:
-                self.suspects[own].add(wrong[0].stem)
+            for source in self.live:
+                self.suspects[source].add(wrong[0].stem)
         else:
             self.wrong = None
         flip_byte(*wrong)
@@ -294,11 +294,11 @@ def check_every_byte_is_counted_once(folder: Path, data: st.DataObject) -> None:
             (requests := Requests(data, case)).run()
             sources = requests.done
 
-            assert sum(own.stats.ssd_bytes for own in sources) == engine.started_bytes
-            for own in sources:
-                stats = own.stats
+            assert sum(source.stats.ssd_bytes for source in sources) == engine.started_bytes
+            for source in sources:
+                stats = source.stats
                 assert 0 <= stats.ahead_used_bytes <= stats.ahead_bytes <= stats.ssd_bytes
-                wait_for_reads(own)
+                wait_for_reads(source)
             if len(sources) == 1:
                 assert len(set(engine.started)) == len(engine.started)
             case.close()

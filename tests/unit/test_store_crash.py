@@ -74,59 +74,59 @@ class Killing:
             self.taken = there != segments(self.bench)
 
 
-def write(own: Killing) -> None:
-    own.bench.offer(own.store, LONGER)
-    own.store.writes.drain()
+def write(life: Killing) -> None:
+    life.bench.offer(life.store, LONGER)
+    life.store.writes.drain()
 
 
-def lose(own: Killing) -> None:
-    flip_byte(own.last, own.last.stat().st_size - 4096)
-    own.store.report(SegmentUnreadable(own.last.stem, "a test"))
-    own.until(lambda: not own.store.summary()["segments_suspect"])
+def lose(life: Killing) -> None:
+    flip_byte(life.last, life.last.stat().st_size - 4096)
+    life.store.report(SegmentUnreadable(life.last.stem, "a test"))
+    life.until(lambda: not life.store.summary()["segments_suspect"])
 
 
-def rewrite(own: Killing) -> None:
-    select(own.store, LONG, 3, 20)
-    own.store.enqueue_rewrites(force=True)
-    own.until(lambda: not own.store.rewrites["pending"])
+def rewrite(life: Killing) -> None:
+    select(life.store, LONG, 3, 20)
+    life.store.enqueue_rewrites(force=True)
+    life.until(lambda: not life.store.rewrites["pending"])
 
 
-def expire(own: Killing) -> None:
-    own.store.expire(time.time() + 3 * DAY)
+def expire(life: Killing) -> None:
+    life.store.expire(time.time() + 3 * DAY)
 
 
-def check_written(own: Killing, before: list[Path], store: PartStore) -> bool:
+def check_written(life: Killing, before: list[Path], store: PartStore) -> bool:
     """A file that has its final name counts, whatever the index says."""
-    assert set(segments(own.bench)) == set(before)
+    assert set(segments(life.bench)) == set(before)
     tokens = LONGER if len(before) == 3 else LONG
     assert length(store, LONGER) == len(tokens)
     check_rows(store, tokens)
     return len(before) == 3
 
 
-def check_lost(own: Killing, before: list[Path], store: PartStore) -> bool:
+def check_lost(life: Killing, before: list[Path], store: PartStore) -> bool:
     check_rows(store, SHORT)
-    if own.last in before:
+    if life.last in before:
         with pytest.raises(SegmentUnreadable):
             check_rows(store, LONG)
     else:
         assert length(store, LONG) == len(SHORT)
-    return own.last not in before
+    return life.last not in before
 
 
-def check_rewritten(own: Killing, before: list[Path], store: PartStore) -> bool:
+def check_rewritten(life: Killing, before: list[Path], store: PartStore) -> bool:
     """A rewrite takes over with its rename, and changes no row."""
     check_rows(store, LONG)
     generations = sum(span.segment.info.generation for span in look_up(store, LONG).spans)
-    assert generations == len({*before} - {*own.first})
+    assert generations == len({*before} - {*life.first})
     return generations == 2
 
 
-def check_expired(own: Killing, before: list[Path], store: PartStore) -> bool:
+def check_expired(life: Killing, before: list[Path], store: PartStore) -> bool:
     """What others build on goes last; a loss of power may bring back either."""
     left = (0, len(SHORT), len(LONG))
-    assert own.taken or length(store, LONG) == left[len(before)]
-    return own.taken or not before
+    assert life.taken or length(store, LONG) == left[len(before)]
+    return life.taken or not before
 
 
 # What it does, what must be there then, and how many steps that takes at least.
@@ -144,21 +144,21 @@ def test_the_next_process_finds_what_was_written_whole_and_right(
     tmp_path: Path, name: str, end: str
 ) -> None:
     """It ends before the first, the second ... step that changes something, and behind the last."""
-    (act, check, least), taken = ACTS[name], False
+    (act, check, min_steps), taken = ACTS[name], False
     for after in itertools.count():
-        own = Killing(tmp_path / str(after), end, after)
-        own.act(act)
-        taken |= own.taken
-        before = segments(own.bench)
-        store = own.bench.open()
+        life = Killing(tmp_path / str(after), end, after)
+        life.act(act)
+        taken |= life.taken
+        before = segments(life.bench)
+        store = life.bench.open()
         check_store(store)
-        assert check(own, before, store) or own.killed, "what was done in the end is there"
-        assert not list(own.bench.root.rglob("*.tmp")), "nothing is left of what was not finished"
+        assert check(life, before, store) or life.killed, "what was done in the end is there"
+        assert not list(life.bench.root.rglob("*.tmp")), "nothing is left of what was not finished"
         store.worker.submit(int).result()
         names = {segment.segment_id for segment in store.tree.segments()}
-        assert {path.stem for path in segments(own.bench)} == names
-        own.bench.close_all()
-        if not own.killed:
+        assert {path.stem for path in segments(life.bench)} == names
+        life.bench.close_all()
+        if not life.killed:
             break
-    assert after >= (1 if end == "torn-kill" else least)
+    assert after >= (1 if end == "torn-kill" else min_steps)
     assert taken or end != "power", "a loss of power takes what was not synced"

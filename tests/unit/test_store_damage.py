@@ -65,7 +65,7 @@ def test_a_second_look_decides_about_what_could_not_be_read(bench: Workbench, ki
     counts = {name: getattr(store.stats, name) for _, name in LOOKS.values()}
     assert counts == {name: int(name == counter) for name in counts}
     assert store.stats.segments_unreadable == 1
-    quarantined = [own.name for own in bench.root.glob("*/quarantine/*")]
+    quarantined = [file.name for file in bench.root.glob("*/quarantine/*")]
     assert quarantined == ([path.name] if counter == "segments_quarantined" else [])
     check_rows(store, prompt(1, 40))
     if kind == "good":
@@ -145,7 +145,7 @@ def test_a_segment_behind_a_bad_sector_is_set_aside(
 
         assert store.health.state == "ok" and store.summary()["segments_suspect"] == 0
         assert not path.exists()
-        assert [own.name for own in bench.root.glob("*/quarantine/*")] == [path.name]
+        assert [file.name for file in bench.root.glob("*/quarantine/*")] == [path.name]
         assert length(store, chats[1]) == 0
         bench.put(store, chats[0])
         for tokens in chats:
@@ -164,7 +164,7 @@ def test_looks_before_a_recovery_do_not_count(
         looks = [worker.submit(worker.look, info) for _ in range(MOST_LOOKS - 1)]
         worker.submit(worker.catch_up)
         looks += [worker.submit(worker.look, info) for _ in range(MOST_LOOKS)]
-        found = [own.result() for own in looks]
+        found = [look.result() for look in looks]
     assert found == [Verdict.UNCLEAR] * (2 * MOST_LOOKS - 2) + [Verdict.BAD]
     store.report(SegmentUnreadable(path.stem, "a test"))
     stores.look_again(store)

@@ -197,21 +197,21 @@ def test_a_directory_that_goes_and_comes_back(
     bench.put(store, prompt(1, 40))
     bench.put(store, prompt(2))
     away = tmp_path / "away"
-    own = next(bench.root.iterdir())
-    shutil.move(own, away)
-    own.write_text("what stands there now is not ours")
+    folder = next(bench.root.iterdir())
+    shutil.move(folder, away)
+    folder.write_text("what stands there now is not ours")
     with pytest.raises(PrefixUnreadable):
         read(store, prompt(1, 40))
     stores.until(store, lambda: store.health.state == "degraded")
 
     assert length(store, prompt(1, 40)) == 0
     assert bench.offer(store, prompt(3)) is StoreOutcome.UNAVAILABLE
-    (purged,) = (own for own in store.tree.segments() if own.info.num_tokens == 8)
+    (purged,) = (segment for segment in store.tree.segments() if segment.info.num_tokens == 8)
     store.writes.discard([purged], Cause.PURGED)
     stores.until(store, lambda: bool(store.worker.unremoved()))
-    assert own.is_file()
-    own.unlink()
-    shutil.move(away, own)
+    assert folder.is_file()
+    folder.unlink()
+    shutil.move(away, folder)
     until_well(store)
     stores.until(store, lambda: not store.worker.unremoved())
     check_rows(store, prompt(1, 40))

@@ -103,8 +103,8 @@ def test_holes_next_to_each_other_are_filled_at_once(known: str, expected: tuple
     for number, kind in enumerate(known):
         state = SegmentState.READY if kind == "." else SegmentState.LOST
         quality = Quality(1, 8.0, 0.5) if kind == "x" else EXACT
-        own = kv.stored_segment(str(number), range(3), state=state, quality=quality)
-        spans.append(StoredSpan(own, 0, 3))
+        segment = kv.stored_segment(str(number), range(3), state=state, quality=quality)
+        spans.append(StoredSpan(segment, 0, 3))
     nothing: Any = None
     offer = Offer(kv.as_tokens(range(20)), nothing, nothing, nothing, min_tokens=1)
     assert _missing(StoredMatch(tuple(spans)), offer) == expected
@@ -156,13 +156,13 @@ def test_without_the_room_that_was_made_nothing_is_written(
     if what == "quarantine":
         stores.lose(bench, store, stores.name_of(store, prompt(1)))
     name = stores.name_of(store, prompt(1)) if what == "a segment" else "quarantine"
-    stays = {own.name for own in bench.root.rglob("*.kv")}
+    stays = {path.name for path in bench.root.rglob("*.kv")}
 
     with files.faults.injected(Rule("EIO", "unlink", path="*.kv")):
         assert bench.offer(store, prompt(3)) is StoreOutcome.ACCEPTED
         store.writes.drain()
         assert length(store, prompt(3)) == 0 and store.stats.segments_failed == 1
-        assert {own.name for own in bench.root.rglob("*.kv*")} == stays
+        assert {path.name for path in bench.root.rglob("*.kv*")} == stays
         assert store.health.state == "read-only"
         assert bench.offer(store, prompt(4)) is StoreOutcome.UNAVAILABLE
         store.worker.submit(int).result()
@@ -253,7 +253,7 @@ def test_a_day_has_what_it_may_and_recovers(caplog: pytest.LogCaptureFixture) ->
     assert not budget.is_spent and budget.summary()["write_budget_left_bytes"] == 1
     now[0] += 9 * DAY
     assert budget.summary()["write_budget_left_bytes"] == 24, "days are not saved up"
-    spent, there = (own.message for own in caplog.records)
+    spent, there = (record.message for record in caplog.records)
     assert "is spent" in spent and "is there again" in there
 
 

@@ -192,9 +192,9 @@ def test_the_order_stays_inside_the_nodes_of_the_tree(bench: Workbench, store: P
 
     stores.use(store, left)
     mapping = mapping_of(bench, store, left)
-    for own in mapping.reshape(-1, 40):
-        assert sorted(own[:21].tolist()) == list(range(21))
-        assert own[[5, 23, 38, 39]].tolist() == [0, 21, 22, 23]
+    for slots in mapping.reshape(-1, 40):
+        assert sorted(slots[:21].tolist()) == list(range(21))
+        assert slots[[5, 23, 38, 39]].tolist() == [0, 21, 22, 23]
     check_rows(store, left)
     check_rows(store, right)
 

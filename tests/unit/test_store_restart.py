@@ -132,7 +132,7 @@ def test_a_file_that_is_gone_or_has_a_wrong_size(
     check_store(store)
     assert stores.length(store, prompt(2, 8), namespace="salt") == 0
     assert len(store.tree) == 2 and not path.exists()
-    aside = [own.name for own in bench.root.glob("*/quarantine/*")]
+    aside = [path.name for path in bench.root.glob("*/quarantine/*")]
     assert aside == ([] if change is None else [path.name])
     check_rows(store, prompt(1, 40))
     assert (path.stem in caplog.text) == (with_row or change is not None)
@@ -164,7 +164,7 @@ def test_of_two_files_in_one_place_the_newer_is_kept(
     files = FaultyFileSystem()
     if unreadable:
         # Then what has no place stays, for nobody knows what builds on it; but this is known.
-        assert stores.change_index(bench.root, lambda own: drop(own, other.stem)) == 1
+        assert stores.change_index(bench.root, lambda index: drop(index, other.stem)) == 1
         files.faults.add(Rule("EMFILE", "open", f"*{other.name}"))
 
     store = bench.open(files=files)

@@ -181,10 +181,10 @@ class StoreMachine(StoreHistory):
         stop = data.draw(st.integers(1, len(known.path)) | st.just(len(known.path)))
         prefix = [token for token, _ in known.path[:stop]]
         purge(self.store, prefix, known.namespace)
-        for own in list(self.model.segments.values()):
-            begins = [token for token, _ in own.path[:stop]] == prefix
-            if begins and own.namespace == known.namespace:
-                self.model.lose(own.name)
+        for segment in list(self.model.segments.values()):
+            begins = [token for token, _ in segment.path[:stop]] == prefix
+            if begins and segment.namespace == known.namespace:
+                self.model.lose(segment.name)
 
     @rule()
     def take_second_looks(self) -> None:
@@ -239,9 +239,7 @@ class StoreMachine(StoreHistory):
         check_index(self.store)
         self.finish_rewrite()
         self.store.close()
-        on_disk = {
-            own.segment_id: own.file_bytes for own in self.store.tree.segments() if own.on_disk
-        }
+        on_disk = {s.segment_id: s.file_bytes for s in self.store.tree.segments() if s.on_disk}
         files = self.directory.glob("*/segments/*/*")
         assert {path.stem: path.stat().st_size for path in files} == on_disk
         self.done.clear()
@@ -267,10 +265,10 @@ class StoreMachine(StoreHistory):
             newest.setdefault(place, known)
         for known in sorted(newest.values(), key=lambda known: (len(known.above), *age(known))):
             # KVs below a hole are lost.
-            prefix, own = ([token for token, _ in path] for path in (known.above, known.own))
+            prefix, tokens = ([token for token, _ in path] for path in (known.above, known.own))
             # The index says where it stood.
             place = () if without_index else known.above
-            above = self.model.place_for(known.namespace, prefix, own, known.quality, place)
+            above = self.model.place_for(known.namespace, prefix, tokens, known.quality, place)
             if above is not None:
                 name = before[known.name].segment_id
                 self.model.add(Known(name, known.namespace, above, known.own))
@@ -293,7 +291,7 @@ class StoreMachine(StoreHistory):
             assert self.learn_names() == set(self.model.segments)
             for name, known in self.model.segments.items():
                 assert self.stored[name].state is known.state
-                info, above = self.stored[name].info, kv.as_tokens([own for own, _ in known.above])
+                info, above = self.stored[name].info, kv.as_tokens([t for t, _ in known.above])
                 assert info.prefix_len == len(above)
                 assert info.prefix_digest == prefix_digest(info.namespace, above)
             lost = [s for s in self.store.tree.segments() if s.state is SegmentState.LOST]
@@ -305,23 +303,23 @@ class StoreMachine(StoreHistory):
         if not hasattr(self, "store"):
             return
         paths = {
-            name: (own.namespace, tuple(token for token, _ in own.path))
-            for name, own in self.model.segments.items()
+            name: (known.namespace, tuple(token for token, _ in known.path))
+            for name, known in self.model.segments.items()
         }
         tree = self.store.tree
         for namespace, prefix in paths.values():
             place = self.store.namespace(namespace), kv.as_tokens(prefix)
             found = list(tree.below(*place))
-            live = [own for own in found if own.state is not SegmentState.LOST]
-            assert {self.names[own.segment_id] for own in live} == {
+            live = [segment for segment in found if segment.state is not SegmentState.LOST]
+            assert {self.names[segment.segment_id] for segment in live} == {
                 name
                 for name, (other, tokens) in paths.items()
                 if other == namespace and tokens[: len(prefix)] == prefix
             }
-            assert {own for own in tree.segments() if is_in(own, tree, *place)} == set(found)
-            for number, own in enumerate(found):
-                if (above := own.parent) in found[:number]:
-                    assert own.info.prefix_len < above.info.prefix_len + above.info.num_tokens
+            assert {s for s in tree.segments() if is_in(s, tree, *place)} == set(found)
+            for number, segment in enumerate(found):
+                if (above := segment.parent) in found[:number]:
+                    assert segment.info.prefix_len < above.info.prefix_len + above.info.num_tokens
 
 
 class TightStoreMachine(StoreMachine):

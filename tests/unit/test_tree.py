@@ -83,7 +83,7 @@ def test_what_was_blended_gives_way_to_all_else(tree: StoredTree, put: Put) -> N
     put("half", [7, 8], put("a", P).info.tokens, quality=half)
     put("tenth", [9], [*P, 7, 8], quality=Quality(2, 5.0, 0.1))
     tokens = [*P, 7, 8, 9]
-    assert [len(found(tree, tokens, least=Quality(8, 5.0, own))) for own in (1, 0.5, 0.1)] == [
+    assert [len(found(tree, tokens, least=Quality(8, 5.0, share))) for share in (1, 0.5, 0.1)] == [
         *(1, 2, 3)
     ]
     put("coarse", [7, 8], P, quality=Quality(8, 4.0))
@@ -99,7 +99,7 @@ def test_holes_are_filled_in_part_and_end_where_nothing_builds_on_them(
 ) -> None:
     def all_of(tokens: Sequence[int]) -> list[tuple[str, int, int]]:
         check_tree(tree)
-        return [own for own in found(tree, tokens, pending=True) if own[0] in names]
+        return [span for span in found(tree, tokens, pending=True) if span[0] in names]
 
     names = {"inside", "end", "middle", "head"}
     long = put("long", P)
@@ -158,15 +158,15 @@ def test_what_follows_a_match(tree: StoredTree, put: Put) -> None:
     def ends(tokens: Sequence[int]) -> list[tuple[int, str, int]]:
         match = tree.match("", as_tokens(tokens))
         parts = [(end, StoredMatch(match.slice(0, end))) for end in tree.states_in(match)]
-        found = [(end, *tree.state_behind(own)) for end, own in parts]
+        found = [(end, *tree.state_behind(part)) for end, part in parts]
         return [(end, span.segment.segment_id, len(span)) for end, span in found]
 
     assert ends([*P, 7, 8, 9]) == [(8, "behind", 2), (6, "between", 2), (3, "inside", 2)]
     assert ends([*P, 7, 9]) == [(6, "between", 2), (3, "inside", 2)]
     assert ends(P[:5]) == [(3, "inside", 2)] and ends(P[:2]) == []
     tree.touch(tree.match("", as_tokens(P)))
-    used = [own for own in tree.segments() if own.hits and own.last_access == tree.order.now]
-    assert [own.segment_id for own in used] == ["a", "between"]
+    used = [s for s in tree.segments() if s.hits and s.last_access == tree.order.now]
+    assert [segment.segment_id for segment in used] == ["a", "between"]
     with mock.patch.object(tree_module, "_MOST_STATES", 2):
         assert ends([*P, 7, 8, 9]) == [(8, "behind", 2), (6, "between", 2)]
     late.state = SegmentState.SUSPECT
@@ -181,15 +181,15 @@ def test_states_are_known_of_what_comes_and_goes(tree: StoredTree, seed: int) ->
     for number in range(200):
         tokens = (chance.random(8) < 0.1).astype(int).tolist()
         start, stop = sorted(chance.integers(0, 9, 2).tolist())
-        own = tokens[start:stop] if number % 2 else [-1]
-        if own and (start or number % 2):
-            new = stored_segment(str(number), own, tokens[:start])
+        added = tokens[start:stop] if number % 2 else [-1]
+        if added and (start or number % 2):
+            new = stored_segment(str(number), added, tokens[:start])
             tree.insert(new, as_tokens(tokens[:start]))
-        there = [own for own in tree.segments() if not own.lost]
+        there = [segment for segment in tree.segments() if not segment.lost]
         if len(there) > 8:
             tree.lose(there[chance.integers(len(there))])
         check_tree(tree)
-        seen += any(own.states for own in tree.segments() if own.lost)
+        seen += any(segment.states for segment in tree.segments() if segment.lost)
     assert seen > 20
 
 
@@ -266,35 +266,35 @@ def test_against_a_model_without_a_tree(steps: list[Any]) -> None:
                 tree.lose(stored.pop(name))
                 model.lose(name)
         else:
-            which, cut, more, own, quality = step
+            which, cut, more, added, quality = step
             known = list(model.segments.values())
             path = known[which % len(known)].path[:cut] if known else ()
             prefix = [*(token for token, _ in path), *more]
-            place = model.place_for("", prefix, own, quality)
-            new = stored_segment(str(number), own, prefix, quality=quality)
+            place = model.place_for("", prefix, added, quality)
+            new = stored_segment(str(number), added, prefix, quality=quality)
             assert tree.insert(new, as_tokens(prefix)) == (place is not None)
             if place is not None:
                 assert path_of(new) == place
                 stored[str(number)] = new
-                model.add(Known(str(number), "", place, tuple((token, quality) for token in own)))
+                model.add(Known(str(number), "", place, tuple((token, quality) for token in added)))
         check_tree(tree)
-        assert sum(own.info.num_tokens for own in tree.segments() if own.lost) == model.num_holes
+        assert sum(s.info.num_tokens for s in tree.segments() if s.lost) == model.num_holes
         for known in model.segments.values():
             tokens = [token for token, _ in known.path]
             for least in QUALITIES:
                 path = model.follow("", tokens, least)
                 spans = tree.match("", as_tokens(tokens), least=least, only_ready=False).spans
                 names = [
-                    "" if own.segment.lost else own.segment.segment_id
-                    for own in spans
-                    for _ in range(len(own))
+                    "" if span.segment.lost else span.segment.segment_id
+                    for span in spans
+                    for _ in range(len(span))
                 ]
                 assert names == [
                     name for name, start, stop in model.spans("", path) for _ in range(start, stop)
                 ]
-            behind = {own.segment_id for own in tree.below("", as_tokens(tokens)) if not own.lost}
+            behind = {s.segment_id for s in tree.below("", as_tokens(tokens)) if not s.lost}
             assert behind == {
                 name
-                for name, own in model.segments.items()
-                if [token for token, _ in own.path][: len(tokens)] == tokens
+                for name, known in model.segments.items()
+                if [token for token, _ in known.path][: len(tokens)] == tokens
             }

@@ -94,8 +94,8 @@ def _interpreted() -> Iterator[None]:
     for owner in [*(sys.modules[name] for name in names), tl.tensor]:
         for name, value in list(vars(owner).items()):
             if isinstance(value, triton.JITFunction):
-                own = exchanged.setdefault(id(value), _Function(value.fn, patched))
-                setattr(owner, name, _method(own) if inspect.isclass(owner) else own)
+                function = exchanged.setdefault(id(value), _Function(value.fn, patched))
+                setattr(owner, name, _method(function) if inspect.isclass(owner) else function)
                 changes.append((owner, name, value))
     try:
         yield
@@ -123,7 +123,7 @@ def kernels(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on."""
-    monkeypatch.setattr(cache, "PageCopier", lambda *own, **_: PageCopier(*own, kernels=True))
+    monkeypatch.setattr(cache, "PageCopier", lambda *args, **_: PageCopier(*args, kernels=True))
     monkeypatch.setattr(request, "probe_scorer", lambda _: scores.column_sums)
 
 
@@ -157,7 +157,7 @@ class _Noted:
 
     def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
         assert all(grid)
-        return lambda *own, **options: self._noted.append(Launch(self._kernel, own, options))
+        return lambda *args, **options: self._noted.append(Launch(self._kernel, args, options))
 
 
 @contextmanager
@@ -166,9 +166,9 @@ def noting_launches(*modules: Any) -> Iterator[list[Launch]]:
     noted: list[Launch] = []
     with pytest.MonkeyPatch.context() as patch:
         for module in modules:
-            for name, own in list(vars(module).items()):
-                if isinstance(own, triton.JITFunction):
-                    patch.setattr(module, name, _Noted(own, noted))
+            for name, value in list(vars(module).items()):
+                if isinstance(value, triton.JITFunction):
+                    patch.setattr(module, name, _Noted(value, noted))
         yield noted
 
 
@@ -179,7 +179,7 @@ def compile_launches(module: Any, launch: Callable[[], object]) -> dict[str, Any
     """
     with noting_launches(module) as noted:
         launch()
-    return {own.name: _compiled(*own) for own in noted}
+    return {call.name: _compiled(*call) for call in noted}
 
 
 def _compiled(kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -187,15 +187,15 @@ def _compiled(kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) ->
     options |= {"WIDEN": False} if "WIDEN" in options else {}
     signature, constants, attributes = dict[str, str](), dict[str, Any](), dict[tuple[int], Any]()
     left = iter(arguments)
-    for place, own in enumerate(kernel.params):
-        if own.is_constexpr:
-            signature[own.name], constants[own.name] = "constexpr", options.pop(own.name)
+    for place, param in enumerate(kernel.params):
+        if param.is_constexpr:
+            signature[param.name], constants[param.name] = "constexpr", options.pop(param.name)
             continue
         value = next(left)
         pointer = isinstance(value, torch.Tensor)
         number = "i32" if isinstance(value, int) else "fp32"
-        signature[own.name] = POINTERS[value.dtype] if pointer else number
-        free = own.do_not_specialize or (pointer and own.do_not_specialize_on_alignment)
+        signature[param.name] = POINTERS[value.dtype] if pointer else number
+        free = param.do_not_specialize or (pointer and param.do_not_specialize_on_alignment)
         if not free and (pointer or (isinstance(value, int) and not value % 16)):
             attributes[place,] = [["tt.divisibility", 16]]
     source_code = ASTSource(kernel, signature, constants, attributes)

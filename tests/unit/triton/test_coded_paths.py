@@ -182,7 +182,7 @@ def test_a_part_of_a_layer_is_loaded_alike(
         found.append(loaded_layers(case))
         stats.append(case.stats)
         case.close()
-    for own, other in zip(*found, strict=True):
-        assert torch.equal(own.selected, other.selected)
-        assert torch.equal(own.keys, other.keys) and torch.equal(own.values, other.values)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one.selected, other.selected)
+        assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
     assert stats[0] == stats[1]

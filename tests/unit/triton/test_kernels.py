@@ -40,7 +40,7 @@ GROUP_SHAPES = [(1, 64, 64), (3, 80, 48), (2, 128, 64), (2, 96, 80)]
     ("dtype", "shape"),
     [
         *((dtype, GROUP_SHAPES[0]) for dtype in DTYPES),
-        *((torch.float32, own) for own in GROUP_SHAPES[1:]),
+        *((torch.float32, shape) for shape in GROUP_SHAPES[1:]),
     ],
     ids=str,
 )
@@ -63,16 +63,16 @@ def test_slots_hold_what_groups_say(
     groups = torch.nn.functional.pad(groups, (4, 2)).to(device)[:, 4:-2]
     memory = torch.zeros(157, heads + 1, max(dims) + 16, dtype=dtype)
     found, expected = ([memory.clone() for _ in range(2)] for _ in range(2))
-    found = [own.to(device) for own in found]
+    found = [pool.to(device) for pool in found]
     slots = torch.randperm(157)[slice(*span)]
     first = span[0] // GROUP_TOKENS
 
-    pools = [own[:, :heads, :dim] for own, dim in zip(found, dims, strict=True)]
+    pools = [pool[:, :heads, :dim] for pool, dim in zip(found, dims, strict=True)]
     group_kernels.restore(layout, groups[first:], span[0] % GROUP_TOKENS, slots.to(device), *pools)
 
     coded = code_keys(kvs[0], rate, energy), code_values(kvs[1], rate)
-    for pool, right, own, dim in zip(found, expected, coded, dims, strict=True):
-        right[slots, :heads, :dim] = restore(own)[slice(*span)].to(dtype)
+    for pool, right, code, dim in zip(found, expected, coded, dims, strict=True):
+        right[slots, :heads, :dim] = restore(code)[slice(*span)].to(dtype)
         # Steps of the dtype at the largest number: the interpreter cuts off, and rounds not.
         exact = dtype == torch.float32 and device == "cpu"
         slack = 0.0 if exact else 4 * torch.finfo(dtype).eps * float(right.abs().max())
@@ -100,7 +100,7 @@ ROW_SHAPES = [(2, 10, 7, 6), (1, 32, 16, 32), (3, 9, 12, 8)]
     ("dtype", "shape"),
     [
         *((dtype, ROW_SHAPES[0]) for dtype in DTYPES),
-        *((torch.float32, own) for own in ROW_SHAPES[1:]),
+        *((torch.float32, shape) for shape in ROW_SHAPES[1:]),
     ],
     ids=str,
 )
@@ -112,11 +112,11 @@ def test_slots_hold_what_rows_say(
     halves: bool,
 ) -> None:
     heads, key_dim, value_dim, rotated = shape
-    basis, own = (
+    basis, turns = (
         random_basis((heads, key_dim), (heads, value_dim)),
         random_turns(rotated, tokens, halves=halves),
     )
-    check_restored(basis, own, tokens, dtype, gap=1, kernels=True, device=device)
+    check_restored(basis, turns, tokens, dtype, gap=1, kernels=True, device=device)
 
 
 @pytest.mark.parametrize("layer", range(len(LAYERS)))
@@ -124,8 +124,8 @@ def test_components_are_those_of_the_coder(device: str, layer: int) -> None:
     """And zeros are behind them."""
     basis = random_basis((1, 4), (1, 3), LAYERS)
     count = len(LAYERS[layer])
-    own = random_turns(2, 35)
-    codec = BasisCodec(basis, own.rotation, kernels=True)
+    turns = random_turns(2, 35)
+    codec = BasisCodec(basis, turns.rotation, kernels=True)
     tables = codec._tables_of_layers(torch.device(device))[layer]
     rows = random_rows(basis, layer, 35)
     found = row_kernels.unpack(rows.to(device), tables)
@@ -137,13 +137,13 @@ def test_components_are_those_of_the_coder(device: str, layer: int) -> None:
 @pytest.mark.parametrize(("heads", "dim"), [(3, 64), (8, 128)])
 def test_kernels_of_rows_compile_for_an_h100(heads: int, dim: int) -> None:
     """In layers behind the first."""
-    basis, own = random_basis((heads, dim), (heads, dim), [(8,) * 40] * 2), random_turns(dim, 9)
-    codec = BasisCodec(basis, own.rotation, kernels=True)
+    basis, turns = random_basis((heads, dim), (heads, dim), [(8,) * 40] * 2), random_turns(dim, 9)
+    codec = BasisCodec(basis, turns.rotation, kernels=True)
     keys, values = (torch.zeros(9, heads, dim, dtype=torch.bfloat16) for _ in range(2))
     below = torch.zeros(9, 2 * heads * dim, dtype=torch.bfloat16)
     piece, rows = Piece([random_rows(basis, 1, 9)], 0, 0, 9), Rows(keys, values, torch.arange(9))
     found = compile_launches(
-        row_kernels, lambda: codec.restore(1, [piece], rows, (below, own.turns))
+        row_kernels, lambda: codec.restore(1, [piece], rows, (below, turns.turns))
     )
     assert found.keys() == {"_unpack_kernel", "_restore_kernel"}
     assert all("st.global" in each.asm["ptx"] for each in found.values())
@@ -188,14 +188,14 @@ def test_pages(device: str, unit: int, vectors: int, dtype: torch.dtype, by_kern
     expected = found.clone()
     for numbers, place in ((chosen[:5], 0), (chosen[5:9], 1)):
         expected[place, numbers[::-1].copy()] = sources[1 - place, torch.from_numpy(numbers)]
-    sources, found = ([own[0].to(device), pinned(own[1], device)] for own in (sources, found))
+    sources, found = ([pair[0].to(device), pinned(pair[1], device)] for pair in (sources, found))
     step = unit * vectors * dtype.itemsize
-    from_host, from_device = (own.data_ptr() + chosen * step for own in reversed(sources))
-    to_device, to_host = (own.data_ptr() + chosen * step for own in found)
+    from_host, from_device = (pages.data_ptr() + chosen * step for pages in reversed(sources))
+    to_device, to_host = (pages.data_ptr() + chosen * step for pages in found)
     copier = PageCopier(step, torch.device(device), kernels=by_kernel)
     copier.copy(
         np.concatenate([from_host[:5], from_device[5:9]]),
         np.concatenate([to_device[4::-1], to_host[8:4:-1]]),
     )
-    for own, wanted in zip(found, expected, strict=True):
-        assert torch.equal(bits(own), bits(wanted))
+    for copied, wanted in zip(found, expected, strict=True):
+        assert torch.equal(bits(copied), bits(wanted))

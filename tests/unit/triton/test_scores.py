@@ -76,8 +76,8 @@ class Request:
         size: float = 2.0,
     ) -> None:
         self.queries, self.prefix, self.resident, self.new = (
-            (size * torch.randn(tokens, own, dim)).to(device, dtype)
-            for tokens, own in (
+            (size * torch.randn(tokens, count, dim)).to(device, dtype)
+            for tokens, count in (
                 (new, heads),
                 *((tokens, key_heads) for tokens in (prefix, resident, new)),
             )
@@ -157,7 +157,7 @@ def test_resident_keys_are_taken_from_their_rows(
     request = Request(device, 7, m, c, 6, 2, dtype=dtype)
     pool, rows = in_rows(request.resident)
     # Of all heads, the prefix has the first ones.
-    pool, new = (torch.cat([own, own.flip(1)], 1) for own in (pool, request.new))
+    pool, new = (torch.cat([keys, keys.flip(1)], 1) for keys in (pool, request.new))
     request.check(kind, pool_keys=pool, resident_rows=rows, new_keys=new)
 
 

@@ -53,11 +53,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
 def take(launches: list[Launch]) -> set[Variant]:
     """Variants that were launched since the last look."""
     seen = set()
-    for own in launches:
-        bind = create_function_from_signature(own.kernel.signature, own.kernel.params, BACKEND)
-        arguments, kinds, launch = bind(*own.arguments, **own.options)
+    for noted in launches:
+        bind = create_function_from_signature(noted.kernel.signature, noted.kernel.params, BACKEND)
+        arguments, kinds, launch = bind(*noted.arguments, **noted.options)
         named = dict(zip(arguments, kinds, strict=True))
-        seen.add((own.name, str(sorted(launch.items())), str(named)))
+        seen.add((noted.name, str(sorted(launch.items())), str(named)))
     launches.clear()
     return seen
 
@@ -134,7 +134,7 @@ def test_a_shape_that_does_not_fit_is_refused(
         def __getitem__(self, _: Any) -> Any:
             raise OutOfResources(147456, 101376, "shared memory")
 
-    (owner,) = (own for own in (group_kernels, page_kernels) if hasattr(own, kernel))
+    (owner,) = (module for module in (group_kernels, page_kernels) if hasattr(module, kernel))
     with monkeypatch.context() as patch, pytest.raises(UnsupportedError) as refusal:
         patch.setattr(owner, kernel, Large())
         launch_all(CODED, CPU, plain_codec(CODED, kernels=True))
