@@ -102,9 +102,7 @@ class PartSource(StoredSource):
         wanted = self._ahead[0]
         self._chosen, self._probing = False, True
         blocks = self._take(layer, dict(enumerate(wanted)), last=False)
-        parts = [
-            layer_rows.rows_in(part, PROBE) for layer_rows, part in zip(wanted, blocks, strict=True)
-        ]
+        parts = [rows.rows_in(part, PROBE) for rows, part in zip(wanted, blocks, strict=True)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def read(

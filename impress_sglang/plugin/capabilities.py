@@ -306,10 +306,8 @@ def check_layers(runner: Any, tp_size: int = 1, *, windows: bool = False) -> Non
         layer_pool, number = pool_of(pool, layer.layer_id), f"layer {layer.layer_id} has other"
         heads = layer.tp_q_head_num, layer.tp_k_head_num, layer.tp_v_head_num
         dims = layer.head_dim, layer.qk_head_dim, layer.v_head_dim
-        if heads != (
-            runner.model_config.num_attention_heads // tp_size,
-            *[layer_pool.head_num] * 2,
-        ):
+        query_heads = runner.model_config.num_attention_heads // tp_size
+        if heads != (query_heads, layer_pool.head_num, layer_pool.head_num):
             raise UnsupportedError(f"{number} heads than the KV pool: {heads}")
         if dims != (layer_pool.head_dim, layer_pool.head_dim, layer_pool.v_head_dim):
             raise UnsupportedError(f"{number} widths than the KV pool: {dims}")

@@ -80,14 +80,11 @@ def _after_add_cli_args(result: Any, parser: argparse.ArgumentParser) -> None:
 
 def _after_from_cli_args(server_args: Any, *arguments: Any) -> Any:
     def parse() -> ImpressConfig | None:
-        values = {
-            option: getattr(arguments[-1], _DEST_PREFIX + option.field, None) for option in OPTIONS
-        }
+        parsed = arguments[-1]
+        values = {o: getattr(parsed, _DEST_PREFIX + o.field, None) for o in OPTIONS}
         given = {option: value for option, value in values.items() if value is not None}
-        if getattr(arguments[-1], "enable_impress", False):
-            return ImpressConfig.from_options(
-                {option.field: value for option, value in given.items()}
-            )
+        if getattr(parsed, "enable_impress", False):
+            return ImpressConfig.from_options({o.field: value for o, value in given.items()})
         if given:
             flags = ", ".join(option.flag for option in given)
             raise ConfigError(f"{flags} needs --enable-impress")

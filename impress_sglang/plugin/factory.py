@@ -150,10 +150,8 @@ def kv_tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
     SGLang gives some of them (rotary tables) another dtype or length, without effect on KVs.
     """
     saved = model.state_dict().keys()
-    return [
-        *model.named_parameters(),
-        *(buffer for buffer in model.named_buffers() if buffer[0] in saved),
-    ]
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
+    return [*model.named_parameters(), *buffers]
 
 
 def kv_shape(runner: Any, policy: Policy, config: ImpressConfig, tp_size: int = 1) -> KVShape:
@@ -180,10 +178,8 @@ def rotation_of(model: Any, option: str) -> KeyRotation:
     rotations = [module for module in model.modules() if hasattr(module, "cos_sin_cache")]
     # One object serves all layers.
     if len(rotations) != 1 or type(rotations[0]) not in _KNOWN_ROTATIONS:
-        kinds = (
-            ", ".join(sorted({type(rotation).__name__ for rotation in rotations}))
-            or "no rotary embedding"
-        )
+        names = sorted({type(rotation).__name__ for rotation in rotations})
+        kinds = ", ".join(names) or "no rotary embedding"
         raise UnsupportedError(
             f"IMPRESS cannot move keys of {type(model).__name__} to other positions ({kinds}): "
             f"drop {option}"

@@ -166,10 +166,8 @@ class KnownRequests:
             # With several ranks, stored tokens are not known before the first match.
             return tracked.kv_class
         tokens = as_tokens(key.raw_token_ids())
-        resident = {
-            kv_class: self._resident(tracked, kv_class)
-            for kv_class in (KVClass(), tracked.kv_class)
-        }
+        classes = KVClass(), tracked.kv_class
+        resident = {kv_class: self._resident(tracked, kv_class) for kv_class in classes}
         return self.planner.choose(tracked.namespace, tokens, resident, tracked.kv_class)
 
     def raise_bits(self, tracked: Known, users: Sequence[Known]) -> bool:
@@ -181,9 +179,8 @@ class KnownRequests:
         """
         min_tokens = self.service.config.min_prefix_tokens
         # All ranks need the same order, which a set does not have.
-        for kv_class in dict.fromkeys(
-            user.kv_class for user in users if user.has_better_copy_for(tracked, min_tokens)
-        ):
+        better = (user for user in users if user.has_better_copy_for(tracked, min_tokens))
+        for kv_class in dict.fromkeys(user.kv_class for user in better):
             resident = self._resident(tracked, kv_class)
             if resident > tracked.stored_tokens - min_tokens:
                 tracked.requested_class, tracked.found = tracked.kv_class, resident
@@ -203,10 +200,8 @@ class KnownRequests:
         tracked.report.update(NO_ESTIMATE)
 
     def _resident(self, tracked: Known, kv_class: KVClass) -> int:
-        key, extra_key = (
-            key_of(tracked.req),
-            marked(tracked.extra_key, kv_class, self.service.usual),
-        )
+        key = key_of(tracked.req)
+        extra_key = marked(tracked.extra_key, kv_class, self.service.usual)
         class_key = RadixKey(key.token_ids, extra_key, limit=key.limit, cache_salt=key.cache_salt)
         return int(match_resident(self.cache, class_key).device_prefix_len)
 

@@ -96,23 +96,16 @@ class LateStart:
             return False
         if job.early:
             return True
-        now, num_new = time.monotonic(), len(req.origin_input_ids) - job.stop
-        seconds_left = job.seconds_left(self._num_layers, now)
+        now, new = time.monotonic(), len(req.origin_input_ids) - job.stop
+        left = job.seconds_left(self._num_layers, now)
         # The row of a session may outlive its request, which then cannot be retracted.
-        if (
-            job.slots is None
-            or seconds_left is None
-            or num_new > self._max_tokens
-            or req.session is not None
-        ):
+        if job.slots is None or left is None or new > self._max_tokens or req.session is not None:
             return False
-        max_wait = self._estimator.late_seconds(seconds_left, job.stop, num_new)
+        max_wait = self._estimator.late_seconds(left, job.stop, new)
         queue = itertools.islice(self._scheduler.waiting_queue, WINDOW)
         others = (self._tracked.get(queued.rid) for queued in queue if queued is not req)
         # No other request may wait in its pass.
-        alone = self._slots.is_idle() and all(
-            other and self._queue.waits(other) for other in others
-        )
+        alone = self._slots.is_idle() and all(o and self._queue.waits(o) for o in others)
         if max_wait is None or not alone or self._slots.lacking(job) < len(job):
             return False
         job.deadline = now + max_wait
@@ -156,9 +149,5 @@ class LateStart:
 
     def _users_of(self, job: LoadJob) -> list[Known]:
         """Return the admitted requests that may attend to the slots of a job."""
-        page = self._cache.page_size
-        return [
-            tracked
-            for tracked in self._tracked.values()
-            if tracked.admitted and tracked.begins_like(job, page)
-        ]
+        page, admitted = self._cache.page_size, (t for t in self._tracked.values() if t.admitted)
+        return [tracked for tracked in admitted if tracked.begins_like(job, page)]

@@ -57,10 +57,9 @@ class PoolLayers(StoredLayers):
         """
 
         def parts() -> list[Tensor]:
-            layers = (
-                both for pool in pools for both in map(PoolLayers(pool), range(pool.layer_num))
-            )
-            rows = [kv.flatten(1).view(torch.uint8) for both in layers for kv in both]
+            layers = (map(PoolLayers(pool), range(pool.layer_num)) for pool in pools)
+            kvs = itertools.chain.from_iterable(itertools.chain.from_iterable(layers))
+            rows = [kv.flatten(1).view(torch.uint8) for kv in kvs]
             return [*rows, *(keys for pool in (self._pool, *pools) for keys in index_keys(pool))]
 
         self.packed = PackedLayers(shape, shape.num_layers, parts, window)
@@ -269,9 +268,8 @@ class Allocation:
     def available(self) -> tuple[int, int]:
         """Count the free slots and rows."""
         if self.window:
-            return int(self._allocator.full_available_size()), int(
-                self._allocator.swa_available_size()
-            )
+            allocator = self._allocator
+            return int(allocator.full_available_size()), int(allocator.swa_available_size())
         rows = 0 if self._states is None else self._states.available_size()
         return int(self._allocator.available_size()), int(rows)
 

@@ -49,11 +49,8 @@ class PrefixLoads:
         """Start without jobs, for a complete scheduler of SGLang's."""
         self._cache, self._planner = requests.cache, requests.planner
         self._service = service = requests.service
-        self._tracked, self._ranks, self._alone = (
-            requests.by_rid,
-            requests.ranks,
-            requests.ranks.alone,
-        )
+        self._tracked, self._ranks = requests.by_rid, requests.ranks
+        self._alone = requests.ranks.alone
         self._scheduler, self._requests = scheduler, requests
         self._passes = 0
         # Plans that ranks have not agreed on yet, by request id.
@@ -84,11 +81,8 @@ class PrefixLoads:
             return
         tracked.found = resident = match_resident(self._cache, key).device_prefix_len
         tokens = as_tokens(key.raw_token_ids())
-        job, proposal, num_missing = (
-            self._plan_of(tracked, tokens, resident),
-            Wish(),
-            len(tokens) - resident,
-        )
+        job, proposal = self._plan_of(tracked, tokens, resident), Wish()
+        num_missing = len(tokens) - resident
         if job is not None:
             patience = self._service.estimator.computing_seconds(resident, num_missing)
             proposal = Wish(job.stop, job.loads, patience)
@@ -124,11 +118,9 @@ class PrefixLoads:
         """Called once per pass: carry out what all ranks agree on, and give slots to jobs."""
         if self._votes(saves):
             self._loader.wake.clear()
-            slow, wishes = (
-                self._slow(),
-                {planned: planned.proposal for planned in self._planned.values()},
-            )
-            agreed = self._agreement.agree(wishes, self.jobs.begun, slow, saves.over())
+            slow = self._slow()
+            proposals = {planned: planned.proposal for planned in self._planned.values()}
+            agreed = self._agreement.agree(proposals, self.jobs.begun, slow, saves.over())
             saves.release(agreed.saves)
             for job in agreed.slow:
                 if job.slots is not None:

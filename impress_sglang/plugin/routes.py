@@ -69,9 +69,8 @@ async def send(verb: str, **fields: Any) -> Any:
     manager = tokenizer_manager()
     manager.auto_create_handle_loop()
     message = SetInternalStateReq(server_args=MESSAGE, rid=json.dumps({"verb": verb} | fields))
-    answers = [
-        json.loads(reply.rid) for reply in await manager.set_internal_state_communicator(message)
-    ]
+    replies = await manager.set_internal_state_communicator(message)
+    answers = [json.loads(reply.rid) for reply in replies]
     for answer in answers:
         if isinstance(answer, dict) and "error" in answer:
             raise NotDone(answer["error"], answer.get("status", 400))
@@ -87,26 +86,19 @@ def merged(verb: str, answers: Sequence[Any]) -> Any:
         return min(answers, key=lambda answer: _directory_in(answer["stats"]))
     if verb == "check":
         states = [answer["integrity"] for answer in answers]
-        return {
-            "integrity": RUNNING
-            if RUNNING in states
-            else max(states, key=lambda state: state != OK)
-        }
+        worst = max(states, key=lambda state: state != OK)
+        return {"integrity": RUNNING if RUNNING in states else worst}
     if verb == "purge":
         return {name: sum(answer[name] for answer in answers) for name in answers[0]}
     if verb in ("why", "warm"):
         return max(answers, key=lambda answer: int(answer["stored_tokens"]))
     if verb in ("pin", "unpin"):
         pins = [answer["pins"] for answer in answers]
-        maxima = {name: max(pin[name] for pin in pins) for name in pins[0]}
-        unpinned = (
-            {"unpinned": max(answer["unpinned"] for answer in answers)} if verb == "unpin" else {}
-        )
-        return {
-            **answers[0],
-            **unpinned,
-            "pins": maxima | {"bytes": sum(pin["bytes"] for pin in pins)},
-        }
+        merged_pins = {name: max(pin[name] for pin in pins) for name in pins[0]}
+        merged_pins["bytes"] = sum(pin["bytes"] for pin in pins)
+        unpinned = [answer["unpinned"] for answer in answers] if verb == "unpin" else []
+        counts = {"unpinned": max(unpinned)} if unpinned else {}
+        return {**answers[0], **counts, "pins": merged_pins}
     return answers
 
 

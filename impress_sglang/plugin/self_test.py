@@ -132,9 +132,8 @@ def _error(
     used = used.to(layers(0)[0].device)
     written, filled, _ = used.split(count)
     rows = layers.rows(filled)
-    given = [
-        expected for runner in runners for expected in _give(runner, used, random, full_pool(main))
-    ]
+    pool = full_pool(main)
+    given = [expected for runner in runners for expected in _give(runner, used, random, pool)]
     stream = runners[0].forward_stream
     spans = _stored(store, np.arange(count, dtype=np.int32), layers.read, written, stream)
     if sum(map(len, spans)) != count:

@@ -82,11 +82,8 @@ class ServedCache(UnifiedRadixCache):
             *(self, service, layers, forward_stream, ranks, adapters)
         )
         self.service, self.ranks, self.planner = service, ranks, requests.planner
-        self._tracked, self._provenance, self._allocation = (
-            requests.by_rid,
-            requests.provenance,
-            requests.allocation,
-        )
+        self._tracked, self._provenance = requests.by_rid, requests.provenance
+        self._allocation = requests.allocation
         self._released: list[Known] = []
         service.describe_pool = self._describe_pool
         self._saves = saves = WriteBack(requests, model)

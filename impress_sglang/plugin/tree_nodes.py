@@ -70,17 +70,15 @@ def lock_states(cache: UnifiedRadixCache, last: Any) -> list[Any]:
     return locks
 
 
-def last_state(
-    cache: UnifiedRadixCache, last: Any, max_tokens: int
-) -> tuple[Any, int, Tensor | None]:
-    """Find the last state up to a node of the tree, after at most `max_tokens` tokens.
+def last_state(cache: UnifiedRadixCache, last: Any, limit: int) -> tuple[Any, int, Tensor | None]:
+    """Find the last state up to a node of the tree, after at most `limit` tokens.
 
     Returns its node, the number of tokens up to it, and its slot, int64 [1].
     """
     count, node = len(cache.path_device_indices(last)), cache.tree_core.node_by_id(last)
     while count:
         slot = node.component_data[ComponentType.MAMBA].value
-        if count <= max_tokens and slot is not None:
+        if count <= limit and slot is not None:
             return node.id, count, slot.long()
         count -= len(node.key)
         node = node.parent
@@ -151,10 +149,9 @@ class Sweeps(MultiStepJobs[str, Iterator[tuple[int, bool]]]):
                     visits -= 1
                     if node.parent is None or node not in node.parent.children.values():
                         continue
-                    node_namespace = namespace_text(
-                        unmarked(node.key.extra_key), node.key.cache_salt
-                    )
-                    if namespace not in (None, node_namespace):
+                    key = node.key
+                    found_in = namespace_text(unmarked(key.extra_key), key.cache_salt)
+                    if namespace not in (None, found_in):
                         continue
                     waiting.extend(node.children.values())
                     # Free a node after the last node below it, even if it was split off meanwhile.

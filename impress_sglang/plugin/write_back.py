@@ -70,14 +70,11 @@ class WriteBack:
         self._reading = threading.Lock()
         self._saves: dict[_Save, None] = {}
         config = self._service.config
-        min_sightings, blends = config.write_after, config.blend != OFF
-        self._min_tokens = config.min_prefix_tokens
-        self._sketch = (
-            Sights(max(min_sightings, 2), self._service.counts)
-            if min_sightings > 1 or blends
-            else None
-        )
-        self.sights = self._sketch if min_sightings > 1 else None
+        self._min_tokens, repeated = config.min_prefix_tokens, config.write_after > 1
+        self._sketch = None
+        if repeated or config.blend != OFF:
+            self._sketch = Sights(max(config.write_after, 2), self._service.counts)
+        self.sights = self._sketch if repeated else None
         """Counts requests for prompts; None unless that decides which are stored."""
         self.writing_tokens = 0
 
@@ -256,10 +253,8 @@ class WriteBack:
         return self._ranks.writes and in_use and store_refusal(tracked.req) is None
 
     def _fits(self, tracked: Known, num_tokens: int) -> bool:
-        return (
-            self._may_store(tracked)
-            and self._storable_tokens(tracked, num_tokens) >= self._min_tokens
-        )
+        storable = self._storable_tokens(tracked, num_tokens)
+        return self._may_store(tracked) and storable >= self._min_tokens
 
     def _can_lock(self, num_tokens: int) -> bool:
         """Whether the pool can spare slots: at most half of them, or those of a single prefix."""
@@ -402,8 +397,6 @@ class QuerySampler:
             if rid not in self._to_sample:
                 continue
             first = stop - min(MEASURED_QUERIES, int(count))
-            sample = queries[first:stop].view(
-                stop - first, module.tp_q_head_num, module.qk_head_dim
-            )
+            shape = stop - first, module.tp_q_head_num, module.qk_head_dim
             layers = self._sampled.setdefault(rid, {})
-            layers[self._number(module.layer_id)] = sample.clone()
+            layers[self._number(module.layer_id)] = queries[first:stop].view(shape).clone()
