@@ -21,7 +21,7 @@ import yaml
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.plugin.capabilities import check_alone, check_options
+from impress_sglang.plugin.capabilities import check_extra_pools, check_options
 
 # What the layers of a family keep, by the start of the family's name in InferenceX; None: MLA, with
 # or without sparse attention, or plain keys and values.
@@ -65,7 +65,7 @@ def verdict(name: str, entry: dict[str, Any], row: dict[str, Any]) -> str:
     try:
         check_options(ImpressConfig(ssd_dir="kv"), options)
         if name.startswith(STATEFUL):
-            check_alone(options, "states beside KVs")
+            check_extra_pools(options, "states beside KVs")
     except UnsupportedError as error:
         return str(error)
     return kept or ""

@@ -1,1 +1,1 @@
-"""Stored text that is no prefix (CacheBlend): planned, loaded, and partly computed again."""
+"""Stored text that is no prefix (CacheBlend): planned, loaded, and partly recomputed."""

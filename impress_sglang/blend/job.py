@@ -77,7 +77,7 @@ class BlendJob(LoadJob):
 
     @property
     def parts(self) -> tuple[int, int, int]:
-        """See `LoadJob.parts`; a token after the first one that is not kept counts as not kept."""
+        """See `LoadJob.parts`; the kept tokens come first."""
         kept = int(np.argmax(np.append(self.kinds, Kind.COMPUTED) != Kind.KEPT))
         reused, computed = (
             np.count_nonzero(self.kinds == kind) for kind in (Kind.REUSED, Kind.COMPUTED)

@@ -1,1 +1,1 @@
-"""A request whose prefix is loaded while its layers are computed, for the modes of the paper."""
+"""Requests whose prefixes are loaded while their layers are computed, for the paper's modes."""

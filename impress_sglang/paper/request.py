@@ -14,7 +14,12 @@ from torch import Tensor
 
 from impress_sglang.config import EXACT_BITS
 from impress_sglang.errors import PrefixUnreadable
-from impress_sglang.paper.scores import agreed_tokens, column_sums, own_tokens, similarity_threshold
+from impress_sglang.paper.scores import (
+    agreed_tokens,
+    column_sums,
+    similarity_threshold,
+    tokens_by_head,
+)
 from impress_sglang.paper.source import PartSource
 from impress_sglang.paper.store import PartStore
 from impress_sglang.storage.layout import KVShape
@@ -106,7 +111,7 @@ class StoredRequest:
                 all_keys = _joined(probe, others)
             with self.timed("probe_ms"):
                 scores = scored(all_keys, column_sums)
-                sets = own_tokens(scores, shape.group_size, k)
+                sets = tokens_by_head(scores, shape.group_size, k)
         with self.timed("load_ms"):
             groups = len(shape.head_groups)
             # A head group with several heads loads what any of its heads uses.

@@ -110,7 +110,7 @@ def agreed_tokens(scores: Tensor, k: int, threshold: float) -> Tensor | None:
     return torch.topk(votes + tie_break, k, sorted=False).indices.sort().values.cpu()
 
 
-def own_tokens(scores: Tensor, group_size: int, k: int) -> Tensor:
+def tokens_by_head(scores: Tensor, group_size: int, k: int) -> Tensor:
     """Return the k best tokens of each KV head, by the summed scores [Hq, m] of its query heads.
 
     Returns int64 [Hq // group_size, k] on the CPU, each row ascending.

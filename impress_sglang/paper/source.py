@@ -140,10 +140,10 @@ class PartSource(StoredSource):
         return columns_read.pop(0) if keys else None, columns_read.pop(0) if values else None
 
     def note_selection(self, layer: int, selected: Indices, importance: Tensor | None) -> None:
-        """Note which tokens [head groups, k] the layer uses; updates the averages.
+        """Record the tokens [head groups, k] that the layer uses; updates the averages.
 
-        `importance` [H, m] are scores of all query heads, or of those of the probe heads; None if
-        the tokens were not chosen by scores.
+        `importance` [H, m] are scores of all query heads, or of the probe heads; None if the tokens
+        were not chosen by scores.
         """
         for (_, span, _), first, history in zip(
             self.spans, self._firsts[:-1], self._histories, strict=True

@@ -57,7 +57,7 @@ def around_message(original: Callable[..., Any], scheduler: Any, message: Any) -
     def answer() -> None:
         text = None if cache is None else handle(cache, message.rid)
         output = SetInternalStateReqOutput(updated=cache is not None, rid=text)
-        # SGLang 0.5.22 has no method of its own for it.
+        # SGLang 0.5.22 has no method for it.
         send = getattr(scheduler, "send_control_output", None)
         (send or scheduler.ipc_channels.send_to_tokenizer.send_output)(output, message)
 

@@ -108,7 +108,7 @@ _BESIDE: dict[str, Rules] = {
         ),
         "has no stages that prefill for others": ("disaggregation_mode", ("null",)),
         "has no stages whose ranks run batches of their own": ("attn_dp_size", (1,)),
-        # SGLang 0.5.22 calls it so.
+        # Name of the option in SGLang 0.5.22.
         "has no stages with batches of their own": ("enable_dp_attention", (False,)),
     },
 }
@@ -132,7 +132,7 @@ _IDENTITY = (
 _ALSO = ("modelopt_quant", "quantize_and_serve", "rl_quant_profile", "quantization_param_path")
 _ENVIRONMENT_IDENTITY = ("SGLANG_ROPE_CACHE_FP32", "SGLANG_NVFP4_CKPT_FP8_GEMM_IN_ATTN")
 
-# RoPE whose angles depend on the position alone. `longrope` chooses by the longest request of a
+# RoPE whose angles depend on the position only. `longrope` chooses by the longest request of a
 # batch. `mrope` has three positions, which are the same where a prompt has no media.
 ROPE_TYPES = frozenset({"default", "linear", "dynamic", "yarn", "deepseek_yarn", "llama3", "mrope"})
 _WINDOWED = "sliding_attention"
@@ -263,7 +263,7 @@ def may_have_windows(options: ImpressConfig) -> bool:
     return not (options.needs_parts or options.blend != OFF or options.basis)
 
 
-def check_alone(options: Any, what: str, otherwise: str = "") -> None:
+def check_extra_pools(options: Any, what: str, otherwise: str = "") -> None:
     """Refuse options with which state beside the KVs of all tokens is not restored."""
     rules = {
         f"restores {what} in one stage": ("pp_size", (1,)),

@@ -127,7 +127,7 @@ def serve_refusal(req: Any, allowed: frozenset[str] = frozenset()) -> str | None
     ]
     if refusing:
         return min(refusing, key=lambda name: (name == _LAST, name))
-    # Such tokens stand for media, which a session may have forgotten, or for states.
+    # Such tokens stand for media, which a session may no longer have, or for states.
     tokens = np.asarray(req.origin_input_ids)
     if len(tokens) and (tokens.max() >= MM_PAD_SHIFT_VALUE or tokens.min() < 0):
         return "origin_input_ids"
@@ -145,7 +145,7 @@ def _is_plain(name: str, value: Any, plain: Any) -> bool:
     except (RuntimeError, TypeError, ValueError):
         # For example tensors, whose comparison has several results.
         return False
-    # A session that does not stream is its earlier turns as a prompt; a beam of one is none.
+    # A session without streaming only prepends earlier turns; a beam of one is no beam.
     if name == "session":
         return getattr(value, "streaming", None) is False
     return name == "beam_width" and type(value) is int and value == 1

@@ -51,7 +51,7 @@ _KNOWN_ROTATIONS = (
 )
 
 
-def connected(
+def build_tree_cache(
     cache_class: type[_Cache],
     service_class: Callable[..., Service],
     context: Any,

@@ -54,7 +54,7 @@ def after_policy(_: None, policy: Any, waiting_queue: Any, *__: Any, **___: Any)
 def before_idle(scheduler: Any, *_: Any, **__: Any) -> None:
     cache = served_cache_of(scheduler.tree_cache)
     if cache is not None:
-        cache.rest()
+        cache.on_idle()
 
 
 def after_cached_details(result: Any, streamer: Any, *_: Any, **__: Any) -> Any:

@@ -122,10 +122,10 @@ class KnownRequests:
         self.allocation = Allocation(self.cache, window, states=states)
         self.provenance = Provenance(len(keys), keys.device)
 
-    def register(self, req: Any, sight: Callable[[Known], bool]) -> Known:
+    def register(self, req: Any, count_prompt: Callable[[Known], bool]) -> Known:
         """Track a request; at its first match, choose its class and mark its key with it.
 
-        `sight` counts a request that may be stored, and returns whether to compute it exactly.
+        `count_prompt` counts a request that may be stored; returns whether to compute it exactly.
         """
         tracked = self.by_rid.get(req.rid)
         if tracked is not None and tracked.req is req:
@@ -150,7 +150,7 @@ class KnownRequests:
             report=report,
             namespace=namespace_of_request(req, self.adapters),
         )
-        if report["not_stored"] is None and sight(tracked):
+        if report["not_stored"] is None and count_prompt(tracked):
             tracked.options, tracked.kv_class = LoadOptions(), KVClass()
         elif options.auto_bits and refusal is None and not kv_class.exact:
             tracked.kv_class = self._choose(tracked)
@@ -233,7 +233,7 @@ class KnownRequests:
     def report_load(self, tracked: Known, job: LoadJob) -> None:
         """Report what a job loaded; the first request that waited for it reports its reads."""
         sources = tracked.brought
-        # It may have joined for the first tokens of the job.
+        # It may have joined for the leading tokens of the job only.
         resident = match_resident(self.cache, key_of(tracked.req)).device_prefix_len
         sources.stop = min(resident, job.stop)
         num_tokens = max(sources.stop - job.start, 0)

@@ -109,7 +109,7 @@ class LateStart:
         if max_wait is None or not alone or self._slots.lacking(job) < len(job):
             return False
         job.deadline = now + max_wait
-        # Passes that use it wait for its layers.
+        # Passes that use these slots wait for its layers.
         self._slots.insert(job)
         job.early = True
         if not self.jobs:

@@ -77,7 +77,7 @@ class PoolLayers(StoredLayers):
             both = whole[..., : pool.kv_lora_rank], whole[..., pool.kv_lora_rank :]
         else:
             both = pool._get_key_buffer(number), pool._get_value_buffer(number)
-        # Rows of eight bits cannot be put into a tensor of floats.
+        # Rows of eight bits cannot be copied as floats.
         keys, values = (kv.view(torch.uint8) if kv.itemsize == 1 else kv for kv in both)
         return keys, values
 
@@ -234,7 +234,7 @@ def kinds_of_states(pool: Any) -> list[tuple[str, str, tuple[int, ...], int]]:
     ]
 
 
-def behind(tokens: Tokens, states: PackedLayers) -> Tokens:
+def append_state_tokens(tokens: Tokens, states: PackedLayers) -> Tokens:
     """Append the tokens that stand for a state to its prefix."""
     return np.concatenate([tokens, np.full(states.tokens, STATE_TOKEN, np.int32)])
 
@@ -256,7 +256,6 @@ class Allocation:
         self.has_rows = bool(window) or states
 
     def protected_rows(self) -> int:
-        """Count the rows that are locked in SGLang's tree."""
         core = self._cache.tree_core
         return int(core.swa_protected_size() if self.window else core.mamba_protected_size())
 
@@ -274,13 +273,12 @@ class Allocation:
         return int(self._allocator.available_size()), int(rows)
 
     def is_empty(self) -> bool:
-        """Whether all slots and rows are free."""
         all_rows = self._allocator.size_swa if self.window else 0
         if self._states is not None:
             all_rows = self._states.size
         return self.available() == (self._allocator.size_full, all_rows)
 
-    def take(self, count: int) -> tuple[Tensor, Tensor] | None:
+    def alloc(self, count: int) -> tuple[Tensor, Tensor] | None:
         """Allocate slots for `count` tokens, and their rows, with eviction; None without room."""
         needed = count, min(self.window, count) if self._states is None else 1
         missing = [max(need - free, 0) for need, free in zip(needed, self.available(), strict=True)]

@@ -170,7 +170,7 @@ class PrefixLoads:
         self._service.lookahead.stop_waiting(rid)
 
     def end_pass(self, tracked: Known) -> None:
-        """Report the reads of the job that a finished pass did not wait for."""
+        """Report the reads of the job that overlapped with a request's pass, which is over."""
         job, tracked.early_job = tracked.early_job, None
         if job is not None:
             job.done.wait(IDLE_SECONDS)
@@ -179,7 +179,7 @@ class PrefixLoads:
             tracked.timing_invalid = tracked.timing_invalid or bool(job.events)
             self._requests.report_reads(tracked, job)
 
-    def rest(self) -> bool:
+    def wait_briefly(self) -> bool:
         """Wait briefly for jobs, if there are any; return whether there are."""
         if self.jobs.jobs and not self.jobs.computing:
             self._loader.wake.wait(IDLE_SECONDS)
@@ -198,7 +198,6 @@ class PrefixLoads:
         self.jobs.wait_for_loader(self._service.config.io_timeout)
 
     def close(self) -> None:
-        """Drop all jobs, and end the loader thread."""
         self.drop_all()
         self._loader.close(self._service.config.io_timeout)
 

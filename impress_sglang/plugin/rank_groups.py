@@ -15,7 +15,7 @@ from impress_sglang.serving.ranks import ALONE, Ranks
 from impress_sglang.serving.sights import Memory, memory_at, shared_memory
 from impress_sglang.store.identity import rank_identity
 
-# Survives the pickling of server arguments to child processes, as that of the configuration.
+# Survives the pickling of server arguments to child processes, like the configuration.
 _COUNTS_ATTRIBUTE = "_impress_counts"
 
 

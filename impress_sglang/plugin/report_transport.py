@@ -17,8 +17,8 @@ from impress_sglang.serving.report import unused_report
 
 # Key of `meta_info`.
 REPORT_KEY = "impress"
-# Attributes of ours, beside those of SGLang's `Req` (known to `eligibility.py`): of what its
-# tokenizer manager knows of a request, and of the input that requests are made of.
+# Attributes of ours, beside those on SGLang's `Req` (listed in `eligibility.py`): on the tokenizer
+# manager's state of a request, and on the input that requests are made of.
 _OF_STATE = "_impress_report"
 _OF_INPUT = "_impress_prompt_report"
 _MARK = "impress:"
@@ -108,7 +108,6 @@ def share(obj: Any) -> None:
 
 
 def _report_of(req: Any) -> Report:
-    """Return the report for the answer of a request."""
     report: Report | None = getattr(req, "impress_report", None)
     if report is None or report["why"] is None:
         truncated = params_of(req.sampling_params).get(TRUNCATED_KEY, 0)

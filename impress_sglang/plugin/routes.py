@@ -48,7 +48,6 @@ class NotDone(ValueError):
     """A request was not carried out; the message says why in one sentence."""
 
     def __init__(self, sentence: str, status: int = 400) -> None:
-        """`status` is that of the HTTP response."""
         super().__init__(sentence)
         self.status = status
 

@@ -29,7 +29,7 @@ from impress_sglang.plugin.capabilities import attention_layers
 from impress_sglang.plugin.eligibility import check_plain
 from impress_sglang.plugin.pools import (
     PoolLayers,
-    behind,
+    append_state_tokens,
     full_pool,
     index_keys,
     is_latent,
@@ -157,7 +157,8 @@ def _error(
     if states is not None:
         first, second = torch.arange(1, 3, device=used.device).split(1)
         given = [_random("states", part, torch.cat([first, second])) for part in states.parts()]
-        spans = _stored(store, behind(np.empty(0, np.int32), states), states.read, first, stream)
+        tokens = append_state_tokens(np.empty(0, np.int32), states)
+        spans = _stored(store, tokens, states.read, first, stream)
         source = store.segments.open(spans, exact=True)
         for layer in range(states.shape.num_layers):
             with states.into(layer, second) as into:

@@ -241,9 +241,9 @@ class ServedCache(UnifiedRadixCache):
             self.loads.poll(self._saves)
             self.service.tell_metrics()
 
-    def rest(self) -> None:
+    def on_idle(self) -> None:
         """While SGLang is idle: wait briefly for jobs, or export metrics if there are none."""
-        if not self.loads.rest():
+        if not self.loads.wait_briefly():
             self._forget_ended()
             self.service.tell_metrics(idle=True)
 

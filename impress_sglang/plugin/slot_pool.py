@@ -107,7 +107,7 @@ class TreeSlots:
         cache = self._cache
         match = match_resident(cache, self._key(job))
         start, lock = match.device_prefix_len, cache.lock(match.last_device_node)
-        taken = self._allocation.take(job.stop - start)
+        taken = self._allocation.alloc(job.stop - start)
         if taken is None:
             cache.unlock(lock)
             return False

@@ -13,13 +13,13 @@ from sglang.srt.arg_groups.overrides import resolved_view
 from impress_sglang.codes.rows.basis import Basis
 from impress_sglang.config import CODES, EXACTLY, OFF, ImpressConfig, share_of_rank
 from impress_sglang.plugin.capabilities import (
-    check_alone,
+    check_extra_pools,
     check_layers,
     check_options,
     may_have_windows,
 )
 from impress_sglang.plugin.factory import (
-    connected,
+    build_tree_cache,
     draft_runners,
     identity_of,
     kv_shape,
@@ -49,7 +49,7 @@ _ONE_POOL = ", or use --disable-hybrid-swa-memory"
 
 
 def make_tree_cache(context: Any, config: ImpressConfig) -> ServedCache:
-    """Build the tree cache for SGLang's `TreeCacheBuildContext`; see `factory.connected`.
+    """Build the tree cache for SGLang's `TreeCacheBuildContext`; see `factory.build_tree_cache`.
 
     Raises:
         UnsupportedError: the options or the model are not supported.
@@ -65,11 +65,11 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ServedCache:
     drafts = draft_runners(context.tp_worker)
     further = [streams_of(draft.token_to_kv_pool, draft.model_config.dtype) for draft in drafts]
     if windows is not None:
-        check_alone(options, "windows in a pool of their own", _ONE_POOL)
+        check_extra_pools(options, "windows in a pool of their own", _ONE_POOL)
         further = [streams_of(windows, model_dtype)]
     stateful = hasattr(runner.req_to_token_pool, "mamba_pool")
     if stateful:
-        check_alone(options, "states beside KVs")
+        check_extra_pools(options, "states beside KVs")
     if not (ranks.alone or further or stateful):
         # Each rank has its own states, and drafts or windows may share heads differently.
         heads = 1 if is_latent(pool) else runner.model_config.get_total_num_kv_heads()
@@ -125,7 +125,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ServedCache:
     if stateful:
         layers.states = state_layers(runner.req_to_token_pool, shape)
 
-    cache = connected(
+    cache = build_tree_cache(
         *(ServedCache, Service, context, config, shape, layers),
         identity_reader(context, ranks, lambda: identity_of(context, shape, drafts)),
         codec,

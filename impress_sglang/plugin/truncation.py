@@ -20,7 +20,7 @@ from impress_sglang.serving.custom_params import (
     share_of,
 )
 
-# Fields of a request that count positions of its prompt, or are its prompt in another form: such a
+# Fields of a request that refer to positions of its prompt, or hold it in another form: such a
 # request is not cut, and refused as usual.
 _WHOLE = (
     *("input_embeds", "session_params", "positional_embed_overrides", "bootstrap_room"),

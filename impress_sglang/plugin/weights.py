@@ -94,7 +94,7 @@ class WeightWatch:
         if identity != served.identity:
             if not empty:
                 return
-            # Since the flush, stages may have planned for requests.
+            # Stages may have planned loads since the flush.
             self._set_aside()
             served.reopen(identity)
         served.use_again()

@@ -25,7 +25,7 @@ from impress_sglang.codes.groups.energy import MEASURED_QUERIES
 from impress_sglang.config import OFF
 from impress_sglang.plugin.eligibility import store_refusal
 from impress_sglang.plugin.known import Known, KnownRequests, as_tokens
-from impress_sglang.plugin.pools import behind as behind_of
+from impress_sglang.plugin.pools import append_state_tokens
 from impress_sglang.plugin.tree_nodes import last_state, lock_states, lock_windows
 from impress_sglang.serving.custom_params import PRIORITY_KEY, STORE_KEY, TTL_KEY, params_of
 from impress_sglang.serving.pool_reader import PoolLayerReader
@@ -61,7 +61,6 @@ class WriteBack:
     """The saves of one tree cache. Thread: scheduler."""
 
     def __init__(self, requests: KnownRequests, model: Any) -> None:
-        """Samples queries of `model`."""
         self._cache, self._service = requests.cache, requests.service
         self._planner, self._provenance = requests.planner, requests.provenance
         self._layers, self._window = requests.layers, requests.allocation.window
@@ -328,7 +327,7 @@ class WriteBack:
             state, states = save.state, self._layers.states
             end_state = dataclasses.replace(
                 offer,
-                tokens=behind_of(tokens, states),
+                tokens=append_state_tokens(tokens, states),
                 read_layers=lambda start: reader(states.read, state),
                 min_tokens=states.tokens,
                 available_from=len(tokens),

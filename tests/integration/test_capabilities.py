@@ -29,7 +29,7 @@ from impress_sglang.config import AUTO, EXACTLY, USUAL, ImpressConfig
 from impress_sglang.errors import ConfigError, UnsupportedError
 from impress_sglang.plugin import capabilities, factory
 from impress_sglang.plugin.capabilities import (
-    check_alone,
+    check_extra_pools,
     check_layers,
     check_model,
     check_options,
@@ -158,7 +158,7 @@ def test_models_that_keep_other_things_than_kvs_of_all_tokens(
 
 
 def test_a_pool_for_windows_beside_what_it_is_not_restored_for() -> None:
-    check_alone(options(speculative_algorithm="NGRAM", tp_size=2), "windows")
+    check_extra_pools(options(speculative_algorithm="NGRAM", tp_size=2), "windows")
     others = {
         "pp_size": 2,
         "speculative_algorithm": "EAGLE",
@@ -166,7 +166,7 @@ def test_a_pool_for_windows_beside_what_it_is_not_restored_for() -> None:
     }
     for name, value in others.items():
         with pytest.raises(UnsupportedError, match=f"drop --{name.replace('_', '-')} {value}"):
-            check_alone(options(**{name: value}), "windows")
+            check_extra_pools(options(**{name: value}), "windows")
 
 
 @pytest.mark.parametrize("module", [llama, mistral, qwen2, qwen3])

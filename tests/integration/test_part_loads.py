@@ -120,7 +120,7 @@ def test_a_request_that_sglang_ends_without_saying_so_is_forgotten(world: PaperW
     for queue, live in ([req], 1), ([], 0):
         world.cache._scheduler.waiting_queue = queue
         world.cache.on_release(req, checkpointed=False)
-        world.cache.rest()
+        world.cache.on_idle()
         assert world.cache.summary()["requests_live"] == live
     assert not world.cache._private()[0]
 

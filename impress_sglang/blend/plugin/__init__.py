@@ -1,1 +1,1 @@
-"""What blends need of SGLang: its model, run over single blocks between its passes."""
+"""Runs SGLang's model over single blocks of blends, between its passes."""

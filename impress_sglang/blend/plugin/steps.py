@@ -57,7 +57,7 @@ def check_blended(model: Any) -> None:
     """Check that blending supports a model.
 
     Raises:
-        UnsupportedError: its rotation is unknown, or it was not checked layer by layer.
+        UnsupportedError: its rotation is unknown, or running it layer by layer was not reviewed.
     """
     name = type(model).__name__
     if name not in BLENDED:

@@ -1,1 +1,1 @@
-"""What SGLang's HiCache calls."""
+"""The storage backend that SGLang's HiCache calls."""

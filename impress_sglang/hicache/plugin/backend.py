@@ -120,7 +120,6 @@ class _Pool:
         return page.permute(self._axes).flatten()
 
     def keys(self, hashes: Sequence[str]) -> list[bytes]:
-        """Return the keys of pages in this pool's format."""
         return [
             hashlib.blake2b(digest.encode() + self._salt, digest_size=KEY_BYTES).digest()
             for digest in hashes

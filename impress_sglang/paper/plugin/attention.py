@@ -131,10 +131,10 @@ class ImpressTorchNativeBackend(PrefixAttention, TorchNativeAttnBackend):
 class ImpressTritonBackend(PrefixAttention, TritonAttnBackend):
     """SGLang's triton backend with row starts and prefix loading.
 
-    It asks SGLang's index translator once per batch which slots each row has, and keeps nothing
-    else of a row. So it is enough to prepare it with lengths that count from the rows' starts, and
-    to let the translator begin there. Positions, and the lengths that the model and the scheduler
-    see, still count from the beginning of the prompt.
+    It reads the slots of each row from SGLang's index translator once per batch, and nothing else
+    of a row. So it is enough to prepare it with lengths that count from the rows' starts, and to
+    start the translator there. Positions, and the lengths that the model and the scheduler see,
+    still count from the beginning of the prompt.
     """
 
     kv_index_translator: Any
@@ -162,7 +162,7 @@ class ImpressTritonBackend(PrefixAttention, TritonAttnBackend):
 class _OffsetReads:
     """Stands in for SGLang's `KVIndexTranslator` while one batch is prepared.
 
-    It has only what is known to be right with an offset, so that any other way of reading rows
+    It has only the methods that are right with an offset, so that any other way of reading rows
     fails instead of reading from the beginning of the rows.
     """
 
@@ -196,8 +196,8 @@ def adopt_backend(
 ) -> None:
     """Turn SGLang's backend object into ours, in place; `UnsupportedError` for another class.
 
-    `live` are requests by id, now and later; `pool`: SGLang's KV pool. `fail` is told the id of one
-    whose prefix cannot be loaded.
+    `live` are requests by id, now and later; `pool`: SGLang's KV pool. `fail` gets the id of a
+    request whose prefix cannot be loaded.
     """
     adopted = ADOPTED.get(type(backend))
     if adopted is None:

@@ -31,7 +31,7 @@ from impress_sglang.paper.scores import probe_kv_heads
 from impress_sglang.paper.service import PartPlan, PartService
 from impress_sglang.plugin.capabilities import check_layers, check_options
 from impress_sglang.plugin.eligibility import plain_fields
-from impress_sglang.plugin.factory import connected, identity_of, kv_shape
+from impress_sglang.plugin.factory import build_tree_cache, identity_of, kv_shape
 from impress_sglang.plugin.known import Known, as_tokens
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.served_cache import ServedCache
@@ -44,11 +44,10 @@ logger = logging.getLogger(__name__)
 
 
 def make_tree_cache(context: Any, config: ImpressConfig) -> PartCache:
-    """Build the tree cache for SGLang's `TreeCacheBuildContext`; see `factory.connected`.
+    """Build the tree cache for SGLang's `TreeCacheBuildContext`; see `factory.build_tree_cache`.
 
     Raises:
-        UnsupportedError: the options or the model are not known to be right, or the options ask for
-            parts of prefixes that this server cannot use.
+        UnsupportedError: the options or the model are not supported.
     """
     runner = context.tp_worker.model_runner
     options = resolved_view(context.server_args)
@@ -78,7 +77,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> PartCache:
             policy.name,
         )
     layers = PoolLayers(runner.token_to_kv_pool)
-    cache = connected(
+    cache = build_tree_cache(
         *(PartCache, PartService, context, config, shape, layers),
         lambda: identity_of(context, shape),
     )
@@ -144,7 +143,7 @@ class PartCache(ServedCache):
             logger.warning("request %s does without its stored prefix: %s", req.rid, error)
             store.report(error)
             return None
-        taken = self._allocation.take(k)
+        taken = self._allocation.alloc(k)
         if taken is None:
             store.close_source(source)
             return None
