@@ -52,9 +52,9 @@ class Journal:
             key = _key(descriptor)
             if key not in self._files:
                 self._files[key] = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-            own = self._files[key]
-            before = os.pread(own, length, offset)
-            size = os.fstat(own).st_size
+            file = self._files[key]
+            before = os.pread(file, length, offset)
+            size = os.fstat(file).st_size
             self._writes.setdefault(key, []).append(_Write(offset, length, before, size))
 
     def synced(self, descriptor: int) -> None:
@@ -62,8 +62,8 @@ class Journal:
         with self._lock:
             key = _key(descriptor)
             self._writes.pop(key, None)
-            if (own := self._files.pop(key, None)) is not None:
-                os.close(own)
+            if (file := self._files.pop(key, None)) is not None:
+                os.close(file)
 
     def created(self, path: Path) -> None:
         """A file was made."""

@@ -55,8 +55,9 @@ def codec_for(shape: KVShape) -> BasisCodec:
     kvs, moments = kv.SequenceKVs(shape, "", FITTED), Moments()
     places, none = torch.arange(len(FITTED)), torch.zeros(len(FITTED), dtype=torch.int64)
     turns = turning.turns(places, none)
-    layers = range(shape.num_layers)
-    moments.add([(turning.move(kvs.keys(own).float(), turns), kvs.values(own)) for own in layers])
+    keys, values = (map(of, range(shape.num_layers)) for of in (kvs.keys, kvs.values))
+    turned = (turning.move(key.float(), turns) for key in keys)
+    moments.add(list(zip(turned, values, strict=True)))
     return BasisCodec(fit(moments, None, 4.0, fewer={5.0: 3.0}, model="made up"), turning)
 
 
@@ -74,13 +75,13 @@ def random_basis(
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    own = []
+    layer_bases = []
     for layer, bits in enumerate(layers):
         predict = (drawn(size, size) / 2 / size**0.5).bfloat16() if layer else None
         count = len(bits)
         forward, inverse = drawn(size, count), drawn(count, size).bfloat16()
-        own.append(LayerBasis(bits, 5 * drawn(size), predict, forward, inverse))
-    return Basis("random", (keys, values), tuple(own))
+        layer_bases.append(LayerBasis(bits, 5 * drawn(size), predict, forward, inverse))
+    return Basis("random", (keys, values), tuple(layer_bases))
 
 
 def random_rows(basis: Basis, layer: int, tokens: int, seed: int = 0) -> Tensor:
@@ -139,7 +140,7 @@ def random_turns(rotated: int, tokens: int, *, halves: bool = True) -> Rotated:
 
 def check_restored(
     basis: Basis,
-    own: Rotated,
+    rotated: Rotated,
     tokens: int,
     dtype: torch.dtype,
     *,
@@ -151,8 +152,8 @@ def check_restored(
 
     There is a gap in the memory behind each row, head and slot.
     """
-    codec = BasisCodec(basis, own.rotation, kernels=kernels)
-    turns, slots = own.turns.to(torch.device(device)), torch.randperm(tokens + 5)[:tokens]
+    codec = BasisCodec(basis, rotated.rotation, kernels=kernels)
+    turns, slots = rotated.turns.to(torch.device(device)), torch.randperm(tokens + 5)[:tokens]
     below = None
     for layer in range(basis.num_layers):
         rows = random_rows(basis, layer, tokens)
@@ -173,7 +174,7 @@ def check_restored(
         near = {"rtol": 0, "atol": 2**-6 * float(right.abs().max())} if kernels else {}
         torch.testing.assert_close(below.cpu(), right, **near)
         keys, values = kvs_of(basis, layer, below.cpu())
-        wanted[0][slots] = own.rotation.move(keys, own.turns).to(dtype)
+        wanted[0][slots] = rotated.rotation.move(keys, rotated.turns).to(dtype)
         wanted[1][slots] = values.to(dtype)
         for pool, whole in zip(found, expected, strict=True):
             step = 2 * torch.finfo(dtype).eps

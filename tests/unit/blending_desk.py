@@ -90,9 +90,9 @@ class Desk:
         wanted: LoadOptions = APPROXIMATE,
         usual: Any = None,
     ) -> BlendJob | None:
-        own = self.class_of(wanted)
+        kv_class = self.class_of(wanted)
         found = self.blending.plan(
-            namespace, (None, None), as_tokens(tokens), resident, usual, own, wanted.blend
+            namespace, (None, None), as_tokens(tokens), resident, usual, kv_class, wanted.blend
         )
         self.why = None if isinstance(found, BlendJob) else found
         return found if isinstance(found, BlendJob) else None

@@ -83,10 +83,10 @@ class Pools:
         return self.keys[layer], self.values[layer]
 
     def rows(self, slots: Tensor) -> list[Tensor]:
-        return [own[slots] for own in (*self.keys, *self.values)]
+        return [pool[slots] for pool in (*self.keys, *self.values)]
 
     def empty(self, slots: Tensor) -> bool:
-        return all(bool((own == EMPTY).all()) for own in self.rows(slots))
+        return all(bool((rows == EMPTY).all()) for rows in self.rows(slots))
 
 
 class CodedCase:
@@ -112,20 +112,20 @@ class CodedCase:
         self.cache: ChunkCache | None = None
         for number, part in enumerate(parts):
             info = make_info(shape, range(part.num_tokens), segment_id=f"segment{number}")
-            own = random_kvs(shape, part.num_tokens, seed=number)
-            self.paths.append(write_kvs(directory, info, *own))
+            kvs = random_kvs(shape, part.num_tokens, seed=number)
+            self.paths.append(write_kvs(directory, info, *kvs))
             if self.cache is None:
                 self.cache = cache_of(info.layout(), device_pages * BLOCK, host_pages * BLOCK)
             place = part.start, part.stop
             self.spans.append(open_span(self.paths[-1], self.cache, reader, *place, codes=codes))
-            self.exact.append(own)
+            self.exact.append(kvs)
             for layer in range(shape.num_layers):
                 coded = (
                     restore(code(whole[layer], int(shape.code_bits)))
-                    for code, whole in zip((code_keys, code_values), own, strict=True)
+                    for code, whole in zip((code_keys, code_values), kvs, strict=True)
                 )
                 exact = not codes or layer >= shape.first_raw
-                found = (whole[layer].float() for whole in own) if exact else coded
+                found = (whole[layer].float() for whole in kvs) if exact else coded
                 self._coded[number, layer] = tuple(found)
         self.num_tokens = sum(len(tokens) for _, tokens, _ in self.spans)
         self.slots = torch.randperm(self.num_tokens + 5)[: self.num_tokens]
@@ -156,8 +156,8 @@ class CodedCase:
             segment, tokens, _ = span
             number = int(segment.segment_id.removeprefix("segment"))
             coded, exact = self._coded[number, layer], self.exact[number]
-            for rows, own, whole in zip(found, coded, exact, strict=True):
-                rows.append(with_sinks(own[tokens.start : tokens.stop], whole[layer], span))
+            for rows, restored, whole in zip(found, coded, exact, strict=True):
+                rows.append(with_sinks(restored[tokens.start : tokens.stop], whole[layer], span))
         return [torch.cat(rows) for rows in found]
 
     def check(self, layer: int) -> None:

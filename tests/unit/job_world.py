@@ -102,9 +102,9 @@ class Tree:
         return taken
 
     def give(self, slots: Iterable[int]) -> None:
-        own = list(slots)
-        assert not set(own) & set(self.free), "a slot is free twice"
-        self.free += own
+        returned = list(slots)
+        assert not set(returned) & set(self.free), "a slot is free twice"
+        self.free += returned
 
     def insert(self, path: Path, start: int, slots: Sequence[int]) -> None:
         """Insert slots of the tokens from `start` on; those of tokens that are there come free."""
@@ -282,7 +282,7 @@ def check_queue(jobs: JobQueue, tree: Tree) -> None:
         assert waiter.job is None or (waiter.job in jobs.jobs and waiter in waiter.job.waiters)
         assert waiter.job is None or waiter.hold is None or waiter.hold in tree.holds
     for job in jobs.jobs:
-        assert all(own.job is job and jobs.waiters[own.rid] is own for own in job.waiters)
+        assert all(w.job is job and jobs.waiters[w.rid] is w for w in job.waiters)
         if job.state is JobState.WAITING:
             assert job.slots is None and job.hold is None, "who waits holds nothing"
             assert job.waiters, "nobody waits for it"
@@ -313,14 +313,14 @@ class State(enum.Enum):
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """`most`: how many tokens it may generate; it ends after `stops`.
+    """`max_tokens`: how many tokens it may generate; it ends after `stops`.
 
     `slots` are its own: of tokens behind the path that it has locked.
     """
 
     rid: str
     prompt: Path
-    most: int
+    max_tokens: int
     stops: int
     waiter: Waiter
     state: State = State.QUEUED
@@ -337,7 +337,7 @@ class Request:
 
     @property
     def left(self) -> int:
-        return self.most - len(self.output)
+        return self.max_tokens - len(self.output)
 
     @property
     def computed(self) -> int:

@@ -144,7 +144,7 @@ def make_cache(
 ) -> ChunkCache:
     """Caches with room for so many chunks of the largest column."""
     layout = SegmentLayout(dataclasses.replace(shape, code_bits=0.0), chunk_tokens, 1, DISK_BLOCK)
-    chunk_bytes = max(own.page_bytes for own in layout.columns)
+    chunk_bytes = max(column.page_bytes for column in layout.columns)
     return cache_of(layout, device_chunks * chunk_bytes, host_chunks * chunk_bytes, rule)
 
 
@@ -152,8 +152,8 @@ def cache_of(
     layout: SegmentLayout, device_bytes: int, host_bytes: int, rule: ReplacementRule | None = None
 ) -> ChunkCache:
     sizes = {"device_bytes": device_bytes, "host_bytes": host_bytes}
-    own = rule or LeastRecentlyUsed()
-    return ChunkCache(DISK_BLOCK, most_pages(layout), own, device=torch.device("cpu"), **sizes)
+    eviction = rule or LeastRecentlyUsed()
+    return ChunkCache(DISK_BLOCK, most_pages(layout), eviction, device=torch.device("cpu"), **sizes)
 
 
 def open_span(

@@ -33,6 +33,7 @@ SHAPE = kv.make_shape(
 CPU = torch.device("cpu")
 NUM_SLOTS = 600
 UNKNOWN = Estimate(1.0, 0.0, 0.0, None)
+EXACT_KVS = KVClass()
 
 
 class Desk:
@@ -51,7 +52,7 @@ class Desk:
         options = {"policy": "impress", "io_timeout": 5.0, "readahead": 0.2, **options}
         self.store = self.bench.open(files=FaultyFileSystem(self.faults), **options)
         self._num_slots = num_slots
-        self.loader = JobLoader(CPU, StoredLayers(lambda own: self.pools(own)), self.bench.codec)
+        self.loader = JobLoader(CPU, StoredLayers(lambda n: self.pools(n)), self.bench.codec)
         self.empty()
 
     def empty(self) -> None:
@@ -62,16 +63,17 @@ class Desk:
         for tokens in all_tokens:
             self.bench.put(self.store, tokens, **options)
 
-    def job(self, tokens: Sequence[int], own: KVClass, start: int = 0) -> LoadJob:
+    def job(self, tokens: Sequence[int], kv_class: KVClass, start: int = 0) -> LoadJob:
         """A job with slots, which is not begun."""
         match = look_up(self.store, tokens)
         assert match.num_tokens == len(tokens)
-        return self.job_of(tokens, match, own, start)
+        return self.job_of(tokens, match, kv_class, start)
 
     def job_of(
-        self, tokens: Sequence[int], match: StoredMatch, own: KVClass, start: int
+        self, tokens: Sequence[int], match: StoredMatch, kv_class: KVClass, start: int
     ) -> LoadJob:
-        job = LoadJob(self.store, own, (None, None), kv.as_tokens(tokens), match, start, UNKNOWN)
+        whole = kv.as_tokens(tokens)
+        job = LoadJob(self.store, kv_class, (None, None), whole, match, start, UNKNOWN)
         job.slots = job.target = self.free[: len(job)]
         self.free = self.free[len(job) :]
         job.state = JobState.LOADING
@@ -89,13 +91,15 @@ class Desk:
             self.check(job)
         return True
 
-    def begin(self, tokens: Sequence[int], own: KVClass = KVClass(), start: int = 0) -> LoadJob:  # noqa: B008
-        job = self.job(tokens, own, start)
+    def begin(
+        self, tokens: Sequence[int], kv_class: KVClass = EXACT_KVS, start: int = 0
+    ) -> LoadJob:
+        job = self.job(tokens, kv_class, start)
         self.loader.begin(job)
         return job
 
-    def load(self, tokens: Sequence[int], own: KVClass = KVClass(), start: int = 0) -> LoadJob:  # noqa: B008
-        job = self.begin(tokens, own, start)
+    def load(self, tokens: Sequence[int], kv_class: KVClass = EXACT_KVS, start: int = 0) -> LoadJob:
+        job = self.begin(tokens, kv_class, start)
         self.wait(job)
         return job
 
@@ -109,19 +113,19 @@ class Desk:
             kvs = kv.SequenceKVs(SHAPE, "", tuple(job.tokens.tolist()))
             layers = range(SHAPE.num_layers)
             rows = [*map(kvs.keys, layers), *map(kvs.values, layers)]
-            return [own[job.start :] for own in rows]
+            return [layer_rows[job.start :] for layer_rows in rows]
         return restored(self.store, job)
 
     def check(self, job: LoadJob) -> None:
         assert job.state is JobState.LOADED and job.layers == self.shape.num_layers
         assert job.target is not None
-        for own, rows in zip(self.pools.rows(job.target), self.expected(job), strict=True):
-            assert torch.equal(own, rows)
+        for found, rows in zip(self.pools.rows(job.target), self.expected(job), strict=True):
+            assert torch.equal(found, rows)
 
     def close(self) -> None:
         self.faults.clear()
         assert self.loader.close(20.0)
-        names = [own.segment_id for own in self.store.tree.segments()]
+        names = [segment.segment_id for segment in self.store.tree.segments()]
         # Reads that were in flight when the last job ended are taken in by a poll.
         wait_until(lambda: self.store.poll() or not any(map(self.store.segments.is_open, names)))
         self.bench.close_all()
@@ -148,7 +152,7 @@ def desks_in(folder: Path, **usual: Any) -> Iterator[Make]:
     with ExitStack() as stack:
 
         def make(**options: Any) -> Desk:
-            own = Desk(folder / f"kv{next(numbers)}", **(usual | options))
-            return stack.enter_context(closing(own))
+            desk = Desk(folder / f"kv{next(numbers)}", **(usual | options))
+            return stack.enter_context(closing(desk))
 
         yield make

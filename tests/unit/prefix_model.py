@@ -21,12 +21,12 @@ Position = tuple[str, Path]
 
 @dataclasses.dataclass
 class Known:
-    """A segment: it holds the tokens of `own`, after those of `above`."""
+    """A segment: it holds the tokens of `tail`, after those of `above`."""
 
     name: str
     namespace: str
     above: Path
-    own: Path
+    tail: Path
     state: SegmentState = SegmentState.READY
 
     @property
@@ -35,11 +35,11 @@ class Known:
 
     @property
     def quality(self) -> Quality:
-        return self.own[0][1]
+        return self.tail[0][1]
 
     @property
     def path(self) -> Path:
-        return self.above + self.own
+        return self.above + self.tail
 
     def places(self) -> Iterator[Position]:
         """All positions up to its last, whoever holds them."""
@@ -58,17 +58,17 @@ class PrefixModel:
         self.owner: dict[Position, Known] = {}
         self.places: set[Position] = set()
 
-    def follow(self, namespace: str, tokens: Sequence[int], least: Quality) -> Path:
+    def follow(self, namespace: str, tokens: Sequence[int], worst: Quality) -> Path:
         """The longest stored path along `tokens`; the best KVs are preferred at every step.
 
         A hole is only a step for who could fill it: with KVs of its quality.
         """
         path: Path = ()
-        taken = [quality for quality in QUALITIES if quality.suffices(least)]
+        taken = [quality for quality in QUALITIES if quality.suffices(worst)]
         for token in tokens:
             steps = [(token, quality) for quality in taken]
             known = [s for s in steps if (namespace, (*path, s)) in self.places]
-            known = [s for s in known if s[1] == least or (namespace, (*path, s)) in self.owner]
+            known = [s for s in known if s[1] == worst or (namespace, (*path, s)) in self.owner]
             if not known:
                 break
             path = (*path, known[0])
@@ -106,12 +106,12 @@ class PrefixModel:
         if it must be refused, because there is none, or all have other KVs of its quality."""
         paths: list[Path] = [()]
         for token in prefix:
-            steps = [(token, own) for own in QUALITIES if own.suffices(quality)]
+            steps = [(token, better) for better in QUALITIES if better.suffices(quality)]
             paths = [(*p, s) for p in paths for s in steps if (namespace, (*p, s)) in self.places]
             paths = [p for p in paths if p[-1][1] == quality or (namespace, p) in self.owner]
-        own = tuple((token, quality) for token in tokens)
+        tail = tuple((token, quality) for token in tokens)
         for path in sorted(paths, key=lambda path: path != known_place):
-            new = Known("", namespace, path, own)
+            new = Known("", namespace, path, tail)
             if not any(position in self.owner for position in new.positions()):
                 return path
         return None

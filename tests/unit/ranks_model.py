@@ -41,7 +41,7 @@ class Reduction:
 
     def _reduce(self) -> None:
         votes, self._votes = self._votes, []
-        self._result = [min(own) for own in zip(*votes, strict=True)]
+        self._result = [min(numbers) for numbers in zip(*votes, strict=True)]
         self.count += 1
 
     def least(self, numbers: Sequence[int]) -> Sequence[int]:
@@ -66,7 +66,7 @@ class Reduction:
                     self._all_ask.abort()
 
         futures = [self._pool.submit(run, rank) for rank in ranks]
-        return [own.result() for own in futures]
+        return [future.result() for future in futures]
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -102,14 +102,15 @@ class RankModel(SGLangModel):
 
     # What the tree cache does, as `plugin.prefix_loads` and `plugin.write_back` do.
 
-    def plan(self, own: Request) -> None:
-        own.planned = True
-        resident = len(self.tree.match(own.tokens[:-1]))
-        if own.waiter.tries >= MOST_TRIES or len(own.tokens) - 1 - resident < LEAST:
+    def plan(self, request: Request) -> None:
+        request.planned = True
+        resident = len(self.tree.match(request.tokens[:-1]))
+        if request.waiter.tries >= MOST_TRIES or len(request.tokens) - 1 - resident < LEAST:
             return
-        stop, patience = self._stored(own.tokens[:-1]), self.rng.choice([None, 0.0, 3.0])
+        stop, patience = self._stored(request.tokens[:-1]), self.rng.choice([None, 0.0, 3.0])
         loads = self.rng.random() < 0.9
-        self.planned[own.rid] = Plan(own.rid, Wish(stop, loads, patience) if stop else Wish())
+        wish = Wish(stop, loads, patience) if stop else Wish()
+        self.planned[request.rid] = Plan(request.rid, wish)
 
     def drop_all(self) -> None:
         self.planned.clear()
@@ -119,8 +120,8 @@ class RankModel(SGLangModel):
         if not (self.agreement.is_open or self.planned or self.jobs.active or self.saves):
             return ()
         slow = {job for job in self.jobs.loading if self.rng.random() < 0.02}
-        over = list(itertools.takewhile(lambda own: own.steps <= 0, self.saves))
-        wishes = {own: own.wish for own in self.planned.values()}
+        over = list(itertools.takewhile(lambda save: save.steps <= 0, self.saves))
+        wishes = {plan: plan.wish for plan in self.planned.values()}
         agreed = self.agreement.agree(wishes, self.jobs.begun, slow, over)
         for save in agreed.saves:
             if save in self.saves:
@@ -137,20 +138,20 @@ class RankModel(SGLangModel):
                 self._begin(self.requests[plan.rid], wish)
         return agreed.ended
 
-    def _begin(self, own: Request, wish: Wish) -> None:
-        resident = len(self.tree.match(own.tokens[:-1]))
+    def _begin(self, request: Request, wish: Wish) -> None:
+        resident = len(self.tree.match(request.tokens[:-1]))
         if wish.stop - resident < LEAST or not wish.loads:
             return
-        own.waiter.patience = wish.patience
-        job = new_job(own.tokens[: wish.stop], resident)
-        self.jobs.join(own.waiter, job)
+        request.waiter.patience = wish.patience
+        job = new_job(request.tokens[: wish.stop], resident)
+        self.jobs.join(request.waiter, job)
 
     def _poll(self) -> None:
         self._write()
         super()._poll()
 
-    def _may_start(self, own: Request) -> bool:
-        return super()._may_start(own) and own.rid not in self.planned
+    def _may_start(self, request: Request) -> bool:
+        return super()._may_start(request) and request.rid not in self.planned
 
     def _release(self, request: Request) -> None:
         self.planned.pop(request.rid, None)
@@ -158,13 +159,13 @@ class RankModel(SGLangModel):
 
     # Writes.
 
-    def _generate(self, own: Request) -> None:
-        if not own.output and own.lock is not None:
-            path = own.lock.path
+    def _generate(self, request: Request) -> None:
+        if not request.output and request.lock is not None:
+            path = request.lock.path
             known = path in self.stored
             steps = 0 if known else self.rng.randrange(1, 9)
             self.saves.append(Save(path, self.tree.lock(path), steps))
-        super()._generate(own)
+        super()._generate(request)
 
     def _write(self) -> None:
         for save in self.saves:
@@ -213,20 +214,20 @@ class RankModel(SGLangModel):
                 len(job.waiters),
             )
 
-        nodes = {path: (own.slot, own.locks, own.used) for path, own in self.tree.nodes.items()}
+        nodes = {path: (node.slot, node.locks, node.used) for path, node in self.tree.nodes.items()}
         waiters = {
-            rid: (job_of(own.job), None if own.hold is None else own.hold.path, own.tries)
-            for rid, own in self.jobs.waiters.items()
+            rid: (job_of(waiter.job), waiter.hold and waiter.hold.path, waiter.tries)
+            for rid, waiter in self.jobs.waiters.items()
         }
         requests = [
-            (own.rid, own.state, own.output, own.slots, own.lock and own.lock.path, own.planned)
-            for own in self.requests.values()
+            (r.rid, r.state, r.output, r.slots, r.lock and r.lock.path, r.planned)
+            for r in self.requests.values()
         ]
         return (
             nodes,
             self.tree.free,
-            [own.rid for own in self.queue],
-            [own.rid for own in self.running],
+            [request.rid for request in self.queue],
+            [request.rid for request in self.running],
             self.chunked and self.chunked.rid,
             requests,
             waiters,
@@ -245,8 +246,8 @@ class Lockstep:
         ratio, begin = self.rng.choice([1.0, 0.3]), self.reduction.begin
         chances = [random.Random(1000 * seed + rank) for rank in range(size)]
         self.models: list[SGLangModel] = [
-            RankModel(ratio, own, Ranks(rank, size, begin, batches=batches))
-            for rank, own in enumerate(chances)
+            RankModel(ratio, chance, Ranks(rank, size, begin, batches=batches))
+            for rank, chance in enumerate(chances)
         ]
         if size == 1:
             self.models = [model := SGLangModel(ratio, chances[0])]

@@ -82,11 +82,11 @@ def request_of(
 ) -> StoredRequest:
     """A request that uses k tokens of a source, in scattered slots of a pool."""
     order, store = torch.randperm(k + resident + SPARE), Any
-    own = order[:resident], order[resident : resident + k], source.num_tokens, store, source
-    return StoredRequest(shape, alpha, *own, new_report("paper", resident))
+    arguments = order[:resident], order[resident : resident + k], source.num_tokens, store, source
+    return StoredRequest(shape, alpha, *arguments, new_report("paper", resident))
 
 
-def load_layer(request: StoredRequest, layer: int, own: Asking) -> LoadedLayer:
+def load_layer(request: StoredRequest, layer: int, asking: Asking) -> LoadedLayer:
     """What a request gets of a layer; nothing but its slots may change."""
     shape = request.shape
     size = len(request.resident_slots) + request.k + SPARE
@@ -94,9 +94,9 @@ def load_layer(request: StoredRequest, layer: int, own: Asking) -> LoadedLayer:
         torch.full((size, shape.num_kv_heads, dim), float("nan"), dtype=shape.dtype)
         for dim in (shape.key_dim, shape.value_dim)
     )
-    keys[request.resident_slots] = own.resident_keys
+    keys[request.resident_slots] = asking.resident_keys
     before = keys.clone(), values.clone()
-    selected = request.load(layer, own.queries, own.new_keys, own.scaling, keys, values)
+    selected = request.load(layer, asking.queries, asking.new_keys, asking.scaling, keys, values)
     loaded = LoadedLayer(keys[request.slots], values[request.slots], selected)
     for pool, was in zip((keys, values), before, strict=True):
         pool[request.slots] = was[request.slots]

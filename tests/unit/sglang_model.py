@@ -55,7 +55,7 @@ class ModelPool(Pool):
         return super().hold_for(waiter)
 
     def is_idle(self) -> bool:
-        return not any(own.admitted for own in self.model.requests.values())
+        return not any(request.admitted for request in self.model.requests.values())
 
 
 class SGLangModel:
@@ -91,11 +91,11 @@ class SGLangModel:
 
     # Requests.
 
-    def ask(self, prompt: Path, most: int, stops: int, patience: float | None) -> None:
-        assert len(prompt) + most + 2 <= NUM_SLOTS and 1 <= stops <= most
+    def ask(self, prompt: Path, max_tokens: int, stops: int, patience: float | None) -> None:
+        assert len(prompt) + max_tokens + 2 <= NUM_SLOTS and 1 <= stops <= max_tokens
         rid = f"r{self.count}"
         self.count += 1
-        request = Request(rid, prompt, most, stops, Waiter(rid, patience))
+        request = Request(rid, prompt, max_tokens, stops, Waiter(rid, patience))
         self.requests[rid] = request
         self.queue.append(request)
         self.plan(request)
@@ -159,8 +159,8 @@ class SGLangModel:
 
     def drop_all(self) -> None:
         """Before other weights; each waits for its own loader."""
-        for own in self.requests.values():
-            own.planned = False
+        for request in self.requests.values():
+            request.planned = False
         self.jobs.drop_all()
         if self.jobs.wait_for_loader(self.rng.choice([0.0, 1.0])):
             assert all(job.done.is_set() for job in self.jobs.jobs)
@@ -168,7 +168,7 @@ class SGLangModel:
     def _poll(self) -> None:
         """`check_hicache_events`."""
         self.polls += 1
-        self.jobs.poll((own.waiter for own in self.queue), self._ended())
+        self.jobs.poll((request.waiter for request in self.queue), self._ended())
         self.gate = [job for job in self.gate if job in self.jobs.jobs]
 
     def _ended(self) -> Sequence[LoadJob]:
@@ -184,48 +184,48 @@ class SGLangModel:
         if self.chunked is not None:
             requests.append(self.chunked)
             tokens = len(self.chunked.tokens) - self.chunked.computed
-        return tokens + sum(int(own.left * ratio) + spare for own in requests)
+        return tokens + sum(int(request.left * ratio) + spare for request in requests)
 
     def _admit(self) -> list[tuple[Request, int]]:
         """Which requests compute how many tokens of their prompts now."""
         self.full = self.full and bool(self.running)
         if (self.full or not self.queue) and self.chunked is None:
             return []
-        offset = sum(own.left * self.ratio for own in self.running)
+        offset = sum(request.left * self.ratio for request in self.running)
         chunk_left, batch = CHUNK, []
         if self.chunked is not None:
-            own = self.chunked
-            most = min(chunk_left, int(self.available - offset))
-            rest = len(own.tokens) - own.computed
-            count = min(rest, most if most > 0 else chunk_left)
-            batch.append((own, count))
-            offset += count + 1 + (own.left if count == rest else 0)
+            request = self.chunked
+            max_count = min(chunk_left, int(self.available - offset))
+            rest = len(request.tokens) - request.computed
+            count = min(rest, max_count if max_count > 0 else chunk_left)
+            batch.append((request, count))
+            offset += count + 1 + (request.left if count == rest else 0)
             chunk_left -= count
-        for own in list(self.queue):
+        for request in list(self.queue):
             if chunk_left <= 0:
                 break
             if len(self.running) + len(batch) >= MOST_RUNNING:
                 self.full = True
                 break
-            if not self._may_start(own):
+            if not self._may_start(request):
                 continue
-            path = self.tree.match(own.tokens[:-1])
-            extend, lock = len(own.tokens) - len(path), self.tree.lock(path)
-            if extend + own.left + 1 >= self.available - offset:
+            path = self.tree.match(request.tokens[:-1])
+            extend, lock = len(request.tokens) - len(path), self.tree.lock(path)
+            if extend + request.left + 1 >= self.available - offset:
                 self.tree.unlock(lock)
                 self.full = bool(batch or self.running)
                 break
             count = min(extend, chunk_left)
-            batch.append((own, count))
-            offset += count + 1 + (own.left if count == extend else 0)
+            batch.append((request, count))
+            offset += count + 1 + (request.left if count == extend else 0)
             chunk_left -= count
-            own.lock = lock
-            self.queue.remove(own)
+            request.lock = lock
+            self.queue.remove(request)
             if count < extend:
-                own.state, self.chunked = State.CHUNKED, own
+                request.state, self.chunked = State.CHUNKED, request
             else:
-                own.state = State.RUNNING
-            self.jobs.leave(own.waiter)
+                request.state = State.RUNNING
+            self.jobs.leave(request.waiter)
             if self.available - offset <= 0:
                 self.full = True
                 break
@@ -243,44 +243,44 @@ class SGLangModel:
         return self.tree.take(count)
 
     def _prefill(self, batch: list[tuple[Request, int]]) -> None:
-        for own, count in batch:
+        for request, count in batch:
             slots = self._allocate(count)
             assert slots is not None, "SGLang ends: there is no room for what it has admitted"
-            own.slots += slots
+            request.slots += slots
         self._wait_at_gate()
-        for own, _ in batch:
-            if own.state is State.BROKEN:
+        for request, _ in batch:
+            if request.state is State.BROKEN:
                 continue
-            self._attend(own)
-            self._checkpoint(own, own.computed)
-            if own.computed < len(own.tokens):
+            self._attend(request)
+            self._checkpoint(request, request.computed)
+            if request.computed < len(request.tokens):
                 continue
-            if own is self.chunked:
+            if request is self.chunked:
                 self.chunked = None
-            own.state = State.RUNNING
-            self.running.append(own)
-            self._generate(own)
+            request.state = State.RUNNING
+            self.running.append(request)
+            self._generate(request)
 
     def _decode(self) -> None:
         self._retract()
         self._wait_at_gate()
-        for own in list(self.running):
+        for request in list(self.running):
             slots = self.tree.take(1)
             assert slots is not None
-            own.slots += slots
-            self._attend(own)
-            self._generate(own)
+            request.slots += slots
+            self._attend(request)
+            self._generate(request)
 
     def _retract(self) -> None:
         """Put requests back until a token of each fits, with the shortest answers first."""
         while (slots := self._allocate(len(self.running))) is None:
-            last = min(self.running, key=lambda own: len(own.output))
+            last = min(self.running, key=lambda request: len(request.output))
             alone = len(self.running) == 1
             self._requeue(last)
             if alone:
                 # SGLang aborts it. That may be only for want of what others have.
                 others = self.chunked is not None or any(
-                    own.admitted for own in self.requests.values()
+                    request.admitted for request in self.requests.values()
                 )
                 assert others or self.gate, "the last request is aborted"
                 return
@@ -296,87 +296,87 @@ class SGLangModel:
             if job.layers == LAYERS:
                 continue
             job.revoke()
-            for own in self._users_of(job):
-                self._take_out(own, State.BROKEN)
+            for request in self._users_of(job):
+                self._take_out(request, State.BROKEN)
 
-    def _attend(self, own: Request) -> None:
+    def _attend(self, request: Request) -> None:
         """Its pass: everything before its new tokens must be what it should be."""
-        assert own.lock is not None
-        start = len(own.lock.path)
-        assert self.tree.written(own.lock.path), "it attends to what is not there"
-        for stop, slot in enumerate(own.slots, start + 1):
-            self.tree.contents[slot] = [own.tokens[:stop]] * LAYERS
+        assert request.lock is not None
+        start = len(request.lock.path)
+        assert self.tree.written(request.lock.path), "it attends to what is not there"
+        for stop, slot in enumerate(request.slots, start + 1):
+            self.tree.contents[slot] = [request.tokens[:stop]] * LAYERS
 
-    def _checkpoint(self, own: Request, stop: int) -> None:
-        assert own.lock is not None
-        path = own.tokens[:stop]
-        self.tree.insert(path, len(own.lock.path), own.slots)
-        own.slots = []
+    def _checkpoint(self, request: Request, stop: int) -> None:
+        assert request.lock is not None
+        path = request.tokens[:stop]
+        self.tree.insert(path, len(request.lock.path), request.slots)
+        request.slots = []
         lock = self.tree.lock(path)
-        self.tree.unlock(own.lock)
-        own.lock = lock
+        self.tree.unlock(request.lock)
+        request.lock = lock
 
-    def _generate(self, own: Request) -> None:
-        own.output += (10_000 + 100 * int(own.rid[1:]) + len(own.output),)
-        if len(own.output) >= own.stops:
-            self._checkpoint(own, own.computed)
-            self._release(own)
-            self._end(own)
+    def _generate(self, request: Request) -> None:
+        request.output += (10_000 + 100 * int(request.rid[1:]) + len(request.output),)
+        if len(request.output) >= request.stops:
+            self._checkpoint(request, request.computed)
+            self._release(request)
+            self._end(request)
 
     # What the tree cache does.
 
-    def _may_start(self, own: Request) -> bool:
-        if own.waiter.job is None and (not own.planned or self._has_lost(own)):
-            self.plan(own)
-        if self.polls < own.not_before or self._is_blocked(own):
+    def _may_start(self, request: Request) -> bool:
+        if request.waiter.job is None and (not request.planned or self._has_lost(request)):
+            self.plan(request)
+        if self.polls < request.not_before or self._is_blocked(request):
             return False
-        return not self.jobs.waits(own.waiter) or self._starts_early(own)
+        return not self.jobs.waits(request.waiter) or self._starts_early(request)
 
-    def plan(self, own: Request) -> None:
-        own.planned = True
-        stop = self._stored(own.tokens[:-1])
-        resident = len(self.tree.match(own.tokens[:-1]))
-        if own.waiter.tries >= MOST_TRIES or stop - resident < LEAST:
+    def plan(self, request: Request) -> None:
+        request.planned = True
+        stop = self._stored(request.tokens[:-1])
+        resident = len(self.tree.match(request.tokens[:-1]))
+        if request.waiter.tries >= MOST_TRIES or stop - resident < LEAST:
             return
-        job = new_job(own.tokens[:stop], resident)
-        self.jobs.join(own.waiter, job)
+        job = new_job(request.tokens[:stop], resident)
+        self.jobs.join(request.waiter, job)
 
     def _stored(self, tokens: Path) -> int:
-        return max((_common(tokens, own) for own in self.stored), default=0)
+        return max((_common(tokens, path) for path in self.stored), default=0)
 
-    def _has_lost(self, own: Request) -> bool:
-        if not own.loaded_stop or own.waiter.hold is not None:
+    def _has_lost(self, request: Request) -> bool:
+        if not request.loaded_stop or request.waiter.hold is not None:
             return False
-        if len(self.tree.match(own.tokens[:-1])) >= own.loaded_stop:
+        if len(self.tree.match(request.tokens[:-1])) >= request.loaded_stop:
             return False
-        own.loaded_stop = 0
+        request.loaded_stop = 0
         return True
 
     def _note_end(self, job: LoadJob) -> None:
         self.num_loaded += job.state is JobState.LOADED
         if job.state is JobState.FAILED and self.reports:
             lost = {p for p in self.loader.corrupt if tuple(job.tokens[: len(p)].tolist()) == p}
-            self.stored = {own for own in self.stored if not any(own[: len(p)] == p for p in lost)}
+            self.stored = {s for s in self.stored if not any(s[: len(p)] == p for p in lost)}
 
     def _after_job(self, waiter: Waiter, job: LoadJob) -> None:
-        own = self.requests[waiter.rid]
-        assert own.state is State.QUEUED
+        request = self.requests[waiter.rid]
+        assert request.state is State.QUEUED
         if job.state is JobState.LOADED and not job.revoked:
             assert self.tree.written(waiter.hold.path)
-            assert waiter.hold.path == own.tokens[: len(waiter.hold.path)], "it is its own"
-            assert len(waiter.hold.path) >= _common(own.tokens[:-1], tuple(job.tokens.tolist()))
-            own.loaded_stop = job.stop
-        self.plan(own)
+            assert waiter.hold.path == request.tokens[: len(waiter.hold.path)], "it is its own"
+            assert len(waiter.hold.path) >= _common(request.tokens[:-1], tuple(job.tokens.tolist()))
+            request.loaded_stop = job.stop
+        self.plan(request)
 
-    def _starts_early(self, own: Request) -> bool:
-        job = own.waiter.job
+    def _starts_early(self, request: Request) -> bool:
+        job = request.waiter.job
         if job is None or job.done.is_set() or job.revoked:
             return False
         if job.early:
             return True
         if not self.early or job.slots is None or not job.layers:
             return False
-        if len(own.tokens) - job.stop > CHUNK or self.pool.lacking(job) < len(job):
+        if len(request.tokens) - job.stop > CHUNK or self.pool.lacking(job) < len(job):
             return False
         self.pool.insert(job)
         job.early = True
@@ -384,20 +384,20 @@ class SGLangModel:
         self.num_early += 1
         return True
 
-    def _is_blocked(self, own: Request) -> bool:
-        return any(job is not own.waiter.job and self._shares(own, job) for job in self.gate)
+    def _is_blocked(self, request: Request) -> bool:
+        return any(j is not request.waiter.job and self._shares(request, j) for j in self.gate)
 
-    def _shares(self, own: Request, job: LoadJob) -> bool:
+    def _shares(self, request: Request, job: LoadJob) -> bool:
         stop = job.start + 1
-        return own.tokens[:stop] == tuple(job.tokens[:stop].tolist())
+        return request.tokens[:stop] == tuple(job.tokens[:stop].tolist())
 
     def _users_of(self, job: LoadJob) -> list[Request]:
-        return [own for own in self.requests.values() if own.admitted and self._shares(own, job)]
+        return [r for r in self.requests.values() if r.admitted and self._shares(r, job)]
 
     def put_back(self, job: LoadJob) -> None:
-        for own in self._users_of(job):
-            own.not_before = self.polls + 2
-            self._requeue(own)
+        for request in self._users_of(job):
+            request.not_before = self.polls + 2
+            self._requeue(request)
 
     # What always holds.
 
@@ -405,15 +405,15 @@ class SGLangModel:
         tree, jobs = self.tree, self.jobs
         check_queue(jobs, tree)
         owned = [*tree.free, *(node.slot for node in tree.nodes.values())]
-        for own in self.requests.values():
-            owned += own.slots
+        for request in self.requests.values():
+            owned += request.slots
         for job in jobs.loading:
             assert job.slots is not None
             owned += job.slots.tolist()
         assert sorted(owned) == list(range(NUM_SLOTS)), "every slot has one owner"
         assert all(path[:-1] in tree.nodes for path in tree.nodes if len(path) > 1)
 
-        holds = [own.lock for own in self.requests.values() if own.lock is not None]
+        holds = [request.lock for request in self.requests.values() if request.lock is not None]
         holds += self.other_holds()
         holds += [waiter.hold for waiter in jobs.waiters.values() if waiter.hold is not None]
         holds += [job.hold for job in jobs.jobs if job.early or job.slots is not None]
@@ -432,7 +432,7 @@ class SGLangModel:
         if self.chunked is None:
             return
         rest = len(self.chunked.tokens) - self.chunked.computed
-        paths = [own.lock.path for own in self.requests.values() if own.lock is not None]
+        paths = [r.lock.path for r in self.requests.values() if r.lock is not None]
         paths += [job.hold.path for job in self.jobs.jobs if job.early]
         kept = {path[:stop] for path in paths for stop in range(1, len(path) + 1)}
         after = (

@@ -162,7 +162,7 @@ class Case:
         keys, values = "keys" in kinds, "values" in kinds
         if keys or values:
             rows = read_rows(self.source, layer, tokens, keys=keys, values=values)
-            found |= {kind: own for kind, own in zip(KVS, rows, strict=True) if own is not None}
+            found |= {kind: kvs for kind, kvs in zip(KVS, rows, strict=True) if kvs is not None}
         return found
 
     def _there(self, kinds: Collection[str]) -> set[str]:

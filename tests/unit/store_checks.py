@@ -26,9 +26,9 @@ def check_store(store: PrefixStore) -> None:
     for _ in store.check_steps():
         pass
     segments = list(store.tree.segments())
-    assert sum(own.state is SegmentState.SUSPECT for own in segments) == len(store.health.suspects)
-    names, opened = {own.segment_id for own in segments if own.on_disk}, store.segments._open
-    assert all(own.readers > 0 for own in opened.values())
+    assert sum(s.state is SegmentState.SUSPECT for s in segments) == len(store.health.suspects)
+    names, opened = {s.segment_id for s in segments if s.on_disk}, store.segments._open
+    assert all(segment.readers > 0 for segment in opened.values())
     assert store.segments._ids.keys() <= names | opened.keys()
     check_placement(store.cache.placement)
 
@@ -73,20 +73,20 @@ def check_tree(tree: StoredTree) -> None:
         alike = [same for place in places for same in place.values()]
         assert all(places) and all(alike)
         found += itertools.chain.from_iterable(alike)
-        stack += [own.children for same in alike for own in same]
+        stack += [segment.children for same in alike for segment in same]
     segments = list(tree.segments())
     assert Counter(found) == Counter(segments)
-    for own in segments:
-        held[own.info.namespace] += own.file_bytes
+    for segment in segments:
+        held[segment.info.namespace] += segment.file_bytes
     assert dict(tree.held) == {name: count for name, count in held.items() if count}
     assert tree.file_bytes == sum(held.values())
-    check_order(tree.order, [own for own in segments if not own.lost])
-    dependents = Counter((own.parent, own.level) for own in segments)
-    for own in segments:
-        tree.check(own)
-        assert own.dependents == [dependents[own, level] for level in type(own.level)]
-        assert own.states == sorted(
-            at for at, place in own.children.items() if STATE_TOKEN in place
+    check_order(tree.order, [segment for segment in segments if not segment.lost])
+    dependents = Counter((segment.parent, segment.level) for segment in segments)
+    for segment in segments:
+        tree.check(segment)
+        assert segment.dependents == [dependents[segment, level] for level in type(segment.level)]
+        assert segment.states == sorted(
+            at for at, place in segment.children.items() if STATE_TOKEN in place
         )
 
 
@@ -95,10 +95,10 @@ def check_order(order: EvictionOrder, segments: list[StoredSegment]) -> None:
     places = {segment: place for place, segment in enumerate(order)}
     assert places.keys() == set(segments)
     assert order._changed.keys() <= places.keys()
-    for (namespace, level), own in order._orders.items():
-        own_places = [places[segment] for segment in own]
-        assert own_places and own_places == sorted(own_places)
-        assert all(namespace in (None, s.info.namespace) and s.level is level for s in own)
+    for (namespace, level), part in order._orders.items():
+        its_places = [places[segment] for segment in part]
+        assert its_places and its_places == sorted(its_places)
+        assert all(namespace in (None, s.info.namespace) and s.level is level for s in part)
     assert sum(map(len, order._orders.values())) == 2 * len(places)
     for segment, place in places.items():
         above = segment.parent
@@ -111,14 +111,14 @@ def check_order(order: EvictionOrder, segments: list[StoredSegment]) -> None:
 def check_content(index: ContentIndex) -> None:
     """Its windows are those of its segments."""
     there = set[tuple[int, int]]()
-    counted = [own for table in index._tables for own in table.keys.items()]
+    counted = [item for table in index._tables for item in table.keys.items()]
     assert {segment for segment, _ in counted} == set(index._segments.values())
     assert len(counted) == len(index._segments)
     for segment, keys in counted:
-        own = segment.info.namespace, segment.info.tokens, WINDOW_TOKENS
-        assert np.array_equal(keys, index._hashes.all_windows(*own)[::WINDOW_TOKENS])
+        windows = segment.info.namespace, segment.info.tokens, WINDOW_TOKENS
+        assert np.array_equal(keys, index._hashes.all_windows(*windows)[::WINDOW_TOKENS])
         there.update(_values(segment, keys))
-    more = [(value, key) for key, own in index._more.items() for value in own]
+    more = [(value, key) for key, keyed in index._more.items() for value in keyed]
     found = [*((value, key) for key, value in index._first.items()), *more]
     assert len(set(found)) == len(found) and set(found) == there
     for table in index._tables:
@@ -130,8 +130,8 @@ def check_content(index: ContentIndex) -> None:
 def check_lookahead(lookahead: LookAhead) -> None:
     """Ranges by segment and by request agree."""
     assert {
-        (rid, segment_id, own)
+        (rid, segment_id, tokens)
         for segment_id, waiting in lookahead._awaited.items()
-        for own, rids in waiting.items()
+        for tokens, rids in waiting.items()
         for rid in rids or "?"
-    } == {(rid, *item) for rid, own in lookahead._ranges_of.items() for item in own.items()}
+    } == {(rid, *item) for rid, ranges in lookahead._ranges_of.items() for item in ranges.items()}

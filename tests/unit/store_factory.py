@@ -153,8 +153,8 @@ class Workbench:
             if isinstance(read_layers, Gate):
                 read_layers.abandon()
 
-        own = kv.as_tokens(tokens), read_layers or kvs.read_from, done, abandon
-        offer = Offer(*own, min_tokens=min_tokens, quality=quality, **options)
+        arguments = kv.as_tokens(tokens), read_layers or kvs.read_from, done, abandon
+        offer = Offer(*arguments, min_tokens=min_tokens, quality=quality, **options)
         outcome = store.writes.offer(namespace, offer)
         check_store(store)
         return outcome

@@ -59,13 +59,13 @@ ROOM_BYTES = 10 << 20
 
 
 def expected_rows(
-    shape: KVShape, namespace: str, own: TokenPath, above: TokenPath, layer: int
+    shape: KVShape, namespace: str, tail: TokenPath, above: TokenPath, layer: int
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of `own` after `above`, each of its quality."""
-    path = above + own
+    """Keys and values of `tail` after `above`, each of its quality."""
+    path = above + tail
     tokens = tuple(token for token, _ in path)
     kvs = {q: kv.SequenceKVs(shape, namespace, tokens, q) for q in {q for _, q in path}}
-    rows = {quality: (own.keys(layer), own.values(layer)) for quality, own in kvs.items()}
+    rows = {q: (sequence.keys(layer), sequence.values(layer)) for q, sequence in kvs.items()}
     places = [(rows[path[place][1]], place) for place in range(len(above), len(path))]
     keys, values = (torch.stack([both[kind][place] for both, place in places]) for kind in (0, 1))
     return keys, values
@@ -212,7 +212,7 @@ class StoreHistory(RuleBasedStateMachine):
 
     def close_one(self, number: int) -> None:
         source = self.sources.pop(number)[0]
-        self.waiting = [own for own in self.waiting if own is not source]
+        self.waiting = [other for other in self.waiting if other is not source]
         self.store.close_source(source)
         wait_until(lambda: not source.is_reading)
         self.store.segments.settle()
@@ -277,9 +277,9 @@ class StoreHistory(RuleBasedStateMachine):
         assert info.prefix_len <= start
         if info.prefix_len == start:
             assert info.num_tokens == stop - start
-        own = tuple((token, quality) for token in info.tokens.tolist())
+        tail = tuple((token, quality) for token in info.tokens.tolist())
         above = path[: info.prefix_len]
-        self.model.add(Known(ids[0], namespace, above, own, SegmentState.PENDING))
+        self.model.add(Known(ids[0], namespace, above, tail, SegmentState.PENDING))
         self.accepted.append(ids[0])
         self.pending.append(ids[0])
         # One that is purged before it is at the gate would end, and let removals pass.
@@ -300,13 +300,13 @@ class StoreHistory(RuleBasedStateMachine):
         self.open_match(data, known.namespace, path + tail, known.quality)
 
     def open_match(
-        self, data: st.DataObject, namespace: str, tokens: Tokens, least: Quality
+        self, data: st.DataObject, namespace: str, tokens: Tokens, min_quality: Quality
     ) -> None:
         self.poll()
-        stored = self.model.follow(namespace, tokens, least)
+        stored = self.model.follow(namespace, tokens, min_quality)
         path = self.model.ready_part(namespace, stored)
 
-        match = self.store.match(namespace, kv.as_tokens(tokens), least=least)
+        match = self.store.match(namespace, kv.as_tokens(tokens), least=min_quality)
         self.learn_names()
 
         assert match.num_tokens == len(path)
@@ -351,7 +351,7 @@ class StoreHistory(RuleBasedStateMachine):
             elif len(selected) == 1:
                 assert torch.equal(rows, whole[selected[0]])
             else:
-                heads = [whole[own, head] for head, own in enumerate(selected)]
+                heads = [whole[tokens, head] for head, tokens in enumerate(selected)]
                 assert torch.equal(rows, torch.stack(heads, 1))
         return source
 

@@ -261,17 +261,17 @@ class StoreMachine(StoreHistory):
         newest: dict[object, Known] = {}
         for known in sorted(old.segments.values(), key=age):
             # The same tokens may have been stored twice, below a parent and a better one.
-            place = known.namespace, tuple(token for token, _ in known.above), known.own
+            place = known.namespace, tuple(token for token, _ in known.above), known.tail
             newest.setdefault(place, known)
         for known in sorted(newest.values(), key=lambda known: (len(known.above), *age(known))):
             # KVs below a hole are lost.
-            prefix, tokens = ([token for token, _ in path] for path in (known.above, known.own))
+            prefix, tokens = ([token for token, _ in path] for path in (known.above, known.tail))
             # The index says where it stood.
             place = () if without_index else known.above
             above = self.model.place_for(known.namespace, prefix, tokens, known.quality, place)
             if above is not None:
                 name = before[known.name].segment_id
-                self.model.add(Known(name, known.namespace, above, known.own))
+                self.model.add(Known(name, known.namespace, above, known.tail))
 
     @invariant()
     def integrity(self) -> None:
