@@ -80,7 +80,7 @@ class Workbench:
         self.codec = codec or plain_codec(shape)
         # Up to 8 tokens: one header, and one disk block for each column of 2 layers.
         self.one = (
-            1 + 2 * sum(bool(kv.heads_of(shape, own)) for own in kv.columns_of(shape))
+            1 + 2 * sum(bool(kv.heads_of(shape, column)) for column in kv.columns_of(shape))
         ) * 4096
         self.done: list[tuple[int, ...]] = []
         self.abandoned: list[tuple[int, ...]] = []

@@ -52,7 +52,7 @@ SIZES = [(1, 1), (1, 9), (5, 5), (5, 6), (3, 40), (32, 33)]
 @pytest.mark.parametrize(("n", "kv"), SIZES)
 @pytest.mark.parametrize(("heads", "key_heads"), [(2, 2), (6, 2), (4, 1)])
 @pytest.mark.parametrize(
-    ("causal", "window"), [(False, None), *((True, own) for own in (None, 0, 1, 4, 100))]
+    ("causal", "window"), [(False, None), *((True, width) for width in (None, 0, 1, 4, 100))]
 )
 def test_equals_the_dense_reference(
     n: int, kv: int, heads: int, key_heads: int, causal: bool, window: int | None

@@ -28,14 +28,14 @@ Prompt = list[list[Tensor]]
 
 def prompt(tokens: int, seed: int) -> Prompt:
     """Keys and values that are partly linear maps of the layer below, far from 0; [t, G, D]."""
-    fixed, own = torch.Generator().manual_seed(7), torch.Generator().manual_seed(seed)
+    fixed, varying = torch.Generator().manual_seed(7), torch.Generator().manual_seed(seed)
     layers: Prompt = []
     for layer in range(LAYERS):
         layers.append([])
         for stream in range(2):
             mix = torch.randn(FEATURES, FEATURES, generator=fixed) / 3
             mean = 50 * torch.randn(FEATURES, generator=fixed)
-            x = torch.randn(tokens, FEATURES, generator=own) @ mix
+            x = torch.randn(tokens, FEATURES, generator=varying) @ mix
             if layer:
                 x = 0.3 * x + layers[layer - 1][stream].flatten(1) @ mix.roll(1, 0)
             layers[layer].append((x + mean).unflatten(1, (HEADS, DIM)))
@@ -64,16 +64,16 @@ def basis() -> Basis:
 def coded(basis: Basis, layers: Prompt) -> tuple[list[Tensor], Prompt]:
     below, rows, found = None, [], []
     for layer, kvs in enumerate(layers):
-        own, below = encode_layer(basis, layer, below, kvs)
-        rows.append(own)
+        coded_rows, below = encode_layer(basis, layer, below, kvs)
+        rows.append(coded_rows)
         found.append(list(kvs_of(basis, layer, below)))
     return rows, found
 
 
 def error(basis: Basis, layers: Prompt, weights: list[list[Tensor]]) -> float:
     total = 0.0
-    for restored, exact, own in zip(coded(basis, layers)[1], layers, weights, strict=True):
-        for x, y, m in zip(restored, exact, own, strict=True):
+    for restored, exact, metrics in zip(coded(basis, layers)[1], layers, weights, strict=True):
+        for x, y, m in zip(restored, exact, metrics, strict=True):
             e = x - y
             total += float(torch.einsum("tgd,gde,tge->", e, m, e))
     return total / len(layers[0][0])
@@ -81,14 +81,14 @@ def error(basis: Basis, layers: Prompt, weights: list[list[Tensor]]) -> float:
 
 def joined(layer: list[Tensor]) -> Tensor:
     """Features [t, X] of keys and values [t, G, D]."""
-    return torch.cat([own.flatten(1) for own in layer], 1)
+    return torch.cat([part.flatten(1) for part in layer], 1)
 
 
 def test_moments_are_those_of_all_tokens_but_the_first() -> None:
     found, prompts = moments(2), [prompt(150, seed) for seed in range(2)]
     for layer in range(LAYERS):
         x, y = (
-            torch.cat([joined(own[at])[SINK_TOKENS:] for own in prompts]).double()
+            torch.cat([joined(layers[at])[SINK_TOKENS:] for layers in prompts]).double()
             for at in (layer, layer - 1)
         )
         torch.testing.assert_close(found.mean(layer), x.mean(0), rtol=1e-6, atol=1e-5)
@@ -122,31 +122,31 @@ def test_what_never_varies_gets_no_bits(weights: list[list[Tensor]] | None, rate
     for seed in range(3):
         found.add(still(seed))
     basis = fit(found, weights, rate)
-    assert all(0 < len(own.bits) <= FEATURES * 2 - 9 for own in basis.layers)
+    assert all(0 < len(layer.bits) <= FEATURES * 2 - 9 for layer in basis.layers)
     assert all(
-        bool(own.isfinite().all()) for layer in basis.layers for own in layer.arrays().values()
+        bool(array.isfinite().all()) for layer in basis.layers for array in layer.arrays().values()
     )
     rows, restored = coded(basis, still(8))
-    assert all(fit_of(basis, layer, own) < 1.5 for layer, own in enumerate(rows))
-    for own, exact in zip(restored, still(8), strict=True):
-        assert (joined(own) - joined(exact))[:, :3].abs().max() < 0.1
+    assert all(fit_of(basis, layer, coded_rows) < 1.5 for layer, coded_rows in enumerate(rows))
+    for found, exact in zip(restored, still(8), strict=True):
+        assert (joined(found) - joined(exact))[:, :3].abs().max() < 0.1
 
 
 def test_the_rate_is_met(basis: Basis) -> None:
     for rate in (1.0, 3.0, 4.0, 7.0):
         assert fit(moments(1), metric(), rate).rate == pytest.approx(rate, abs=0.02)
-    assert basis.token_bytes == sum(own.row_bytes for own in basis.layouts)
+    assert basis.token_bytes == sum(layout.row_bytes for layout in basis.layouts)
 
 
 def test_a_token_is_restored_as_its_row_says(basis: Basis) -> None:
     """Component by component, in Python."""
     rows, restored = coded(basis, prompt(2, 5))
     codes, gains = unpacked(basis.layouts[0], rows[0])
-    own, count = basis.layers[0], len(basis.layers[0].bits)
-    x = own.mean.double()
-    for i, bits in enumerate(own.bits):
+    base, count = basis.layers[0], len(basis.layers[0].bits)
+    x = base.mean.double()
+    for i, bits in enumerate(base.bits):
         gain = 2 ** ((int(gains[1, i * GAINS // count]) - 12) / 4)
-        x = x + gain * float(LEVELS[bits][codes[1, i]]) * own.inverse[i].double()
+        x = x + gain * float(LEVELS[bits][codes[1, i]]) * base.inverse[i].double()
     found = joined(restored[0])[1]
     torch.testing.assert_close(found.double(), x, rtol=1e-2, atol=2e-2)
 
@@ -154,9 +154,9 @@ def test_a_token_is_restored_as_its_row_says(basis: Basis) -> None:
 def test_each_code_is_the_nearest_level(basis: Basis) -> None:
     layers = prompt(20, 6)
     codes, gains = unpacked(basis.layouts[0], encode_layer(basis, 0, None, layers[0])[0])
-    own, count = basis.layers[0], len(basis.layers[0].bits)
-    z = (joined(layers[0]) - own.mean) @ own.forward
-    for i, bits in enumerate(own.bits):
+    base, count = basis.layers[0], len(basis.layers[0].bits)
+    z = (joined(layers[0]) - base.mean) @ base.forward
+    for i, bits in enumerate(base.bits):
         scaled = z[:, i] / torch.from_numpy(GAIN_TABLE)[gains[:, i * GAINS // count].int()]
         far = (scaled[:, None] - torch.from_numpy(LEVELS[bits])).abs()
         chosen = far.gather(1, codes[:, i : i + 1].long())[:, 0]
@@ -164,10 +164,10 @@ def test_each_code_is_the_nearest_level(basis: Basis) -> None:
 
 
 def test_fit_tells_what_is_unlike_the_calibration(basis: Basis) -> None:
-    for factor, least, most in ((1.0, 0.7, 1.3), (10.0, 30.0, 300.0)):
-        strange = [[own.mean(0) + factor * (own - own.mean(0)) for own in prompt(80, 5)[0]]]
+    for factor, low, high in ((1.0, 0.7, 1.3), (10.0, 30.0, 300.0)):
+        strange = [[kvs.mean(0) + factor * (kvs - kvs.mean(0)) for kvs in prompt(80, 5)[0]]]
         found = fit_of(basis, 0, encode_layer(basis, 0, None, strange[0])[0])
-        assert least < found < most
+        assert low < found < high
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -193,7 +193,7 @@ def test_a_file_restores_all_of_a_basis(basis: Basis, tmp_path: Path) -> None:
     assert found.notes == basis.notes and found.layouts == basis.layouts
     one, other = coded(basis, prompt(9, 4)), coded(found, prompt(9, 4))
     assert all(map(torch.equal, one[0], other[0]))
-    assert [own.name for own in tmp_path.iterdir()] == ["own.basis"]
+    assert [path.name for path in tmp_path.iterdir()] == ["own.basis"]
 
 
 def test_a_lower_rate_is_what_would_be_fitted_for_it(basis: Basis, tmp_path: Path) -> None:
@@ -202,8 +202,8 @@ def test_a_lower_rate_is_what_would_be_fitted_for_it(basis: Basis, tmp_path: Pat
     fewer, wanted = Basis.load(path).keeping(5.0), fit(moments(), metric(), 3.0, model="m")
     assert fewer.digest == wanted.digest == basis.keeping(5.0).digest != basis.digest
     assert fewer.keeps == 5.0 and basis.keeping(6.0) is basis
-    for rows, own in zip(*(coded(each, prompt(60, 9))[0] for each in (fewer, wanted)), strict=True):
-        assert torch.equal(rows, own)
+    found, right = (coded(each, prompt(60, 9))[0] for each in (fewer, wanted))
+    assert all(map(torch.equal, found, right))
     with pytest.raises(KeyError):
         basis.keeping(7.0)
 
@@ -213,8 +213,8 @@ def test_ranks_have_what_would_be_fitted_to_their_heads(tmp_path: Path) -> None:
     for rank in range(HEADS):
         heads, alone = slice(rank, rank + 1), Moments()
         for seed in range(3):
-            alone.add([[own[:, heads] for own in layer] for layer in prompt(150, seed)])
-        costs = [[own[heads] for own in layer] for layer in metric()]
+            alone.add([[part[:, heads] for part in layer] for layer in prompt(150, seed)])
+        costs = [[part[heads] for part in layer] for layer in metric()]
         wanted = fit(alone, costs, 4.0, part=(rank, HEADS))
         found = fit(whole.of_heads(heads), costs, 4.0, part=(rank, HEADS))
         assert found.shapes == wanted.shapes == ((1, DIM), (1, DIM))

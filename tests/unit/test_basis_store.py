@@ -51,10 +51,10 @@ def make(tmp_path: Path) -> Iterator[Make]:
     yield from desks_in(tmp_path, shape=SHAPE, codec=CODEC, num_slots=NUM_SLOTS)
 
 
-def load(desk: Desk, tokens: Sequence[int], own: KVClass = FEW, start: int = 0) -> LoadJob:
+def load(desk: Desk, tokens: Sequence[int], kv_class: KVClass = FEW, start: int = 0) -> LoadJob:
     """Into pools that are empty."""
     desk.empty()
-    return desk.load(tokens, own, start)
+    return desk.load(tokens, kv_class, start)
 
 
 def rows_of(desk: Desk, job: LoadJob) -> list[tuple[Tensor, Tensor]]:
@@ -74,8 +74,8 @@ def offer(desk: Desk, tokens: Sequence[int], **options: Any) -> None:
 
 
 def exact(tokens: Sequence[int], shape: KVShape = SHAPE) -> list[tuple[Tensor, Tensor]]:
-    own = kv.SequenceKVs(shape, "", tuple(tokens))
-    return [(own.keys(layer), own.values(layer)) for layer in range(shape.num_layers)]
+    kvs = kv.SequenceKVs(shape, "", tuple(tokens))
+    return [(kvs.keys(layer), kvs.values(layer)) for layer in range(shape.num_layers)]
 
 
 def expected(tokens: Sequence[int], codec: BasisCodec = CODEC) -> list[tuple[Tensor, Tensor]]:
@@ -98,8 +98,8 @@ def check(
     found: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[tuple[Tensor, Tensor]], start: int
 ) -> None:
     """Equal but for few codes that rounding has moved to a neighbour."""
-    for own, other in zip(found, wanted, strict=True):
-        for rows, right in zip(own, other, strict=True):
+    for of_layer, other in zip(found, wanted, strict=True):
+        for rows, right in zip(of_layer, other, strict=True):
             scale = right.abs().max()
             assert ((rows - right[start:]).abs() > 0.02 * scale).float().mean() < 0.01
 
@@ -120,13 +120,13 @@ def test_slots_get_what_the_basis_says(
 
 
 @pytest.mark.parametrize(
-    ("bits", "own"), [(5.0, FEW), (6.0, FEW), ("auto", FEW), ("exact", KVClass())]
+    ("bits", "kv_class"), [(5.0, FEW), (6.0, FEW), ("auto", FEW), ("exact", KVClass())]
 )
-def test_caches_hold_exact_kvs_and_codes(make: Make, bits: float | str, own: KVClass) -> None:
+def test_caches_hold_exact_kvs_and_codes(make: Make, bits: float | str, kv_class: KVClass) -> None:
     desk = make(bits=bits, host_gb=2e-2)
     desk.put(SECOND)
-    assert load(desk, SECOND, own).reads.ssd_bytes
-    assert not load(desk, SECOND, own).reads.ssd_bytes
+    assert load(desk, SECOND, kv_class).reads.ssd_bytes
+    assert not load(desk, SECOND, kv_class).reads.ssd_bytes
 
 
 @pytest.mark.parametrize("place", ["first", "last"])
@@ -171,8 +171,8 @@ def test_what_is_unlike_the_calibration_is_loaded_exactly(make: Make, layer: int
     assert fits.argmax() == layer and fits[layer] > WORST_FIT
     assert (np.delete(fits, [layer, min(layer + 1, 2)]) < 1.5).all()
     job = load(desk, FIRST)
-    own, right = rows_of(desk, job)[layer], exact(FIRST)[layer]
-    assert torch.equal(own[0], right[0] * 6.0) and torch.equal(own[1], right[1] * 6.0)
+    kvs, right = rows_of(desk, job)[layer], exact(FIRST)[layer]
+    assert torch.equal(kvs[0], right[0] * 6.0) and torch.equal(kvs[1], right[1] * 6.0)
     assert job.bits == 16.0
 
 
@@ -197,7 +197,7 @@ def test_codes_alone_take_the_bytes_of_rows(make: Make) -> None:
     (path,) = desk.bench.root.rglob("*.kv")
     sizes = read_header(path, FileSystem()).info.layout()
     assert sizes.columns.num_bytes == 0
-    assert path.stat().st_size < 1.1 * sum(own.num_bytes for own in sizes.codes) + 3 * BLOCK_BYTES
+    assert path.stat().st_size < 1.1 * sum(part.num_bytes for part in sizes.codes) + 3 * BLOCK_BYTES
 
 
 def test_what_is_not_finite_is_not_stored(make: Make) -> None:
@@ -222,10 +222,10 @@ def test_kvs_that_are_stored_behind_their_positions_are_turned_from_these() -> N
     rules = CODEC.rule(0, QueryMeter().energy), beside.rule(0, QueryMeter().energy)
     states: list[Any] = [None, None]
     for layer, kvs in enumerate(exact(tokens)):
-        twice = [torch.cat([own[:1], own]) for own in kvs]
+        twice = [torch.cat([part[:1], part]) for part in kvs]
         rows = rules[0](layer, *kvs).groups, rules[1](layer, *twice).groups[1:]
         assert torch.equal(*rows)
-        pools = [[torch.zeros_like(own) for own in kvs] for _ in rows]
+        pools = [[torch.zeros_like(part) for part in kvs] for _ in rows]
         for number, codec in enumerate((CODEC, beside)):
             pieces = [Piece([rows[number]], number, number, len(tokens))]
             into = Rows(pools[number][0], pools[number][1], torch.arange(len(tokens)))

@@ -100,7 +100,7 @@ def test_excerpts_can_be_read_and_are_described(name: str) -> None:
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert len(rows) == int(cells[1]) and cells[-1]
     if name in READERS:
-        assert all(READERS[name](own).answer for own in rows)
+        assert all(READERS[name](row).answer for row in rows)
 
 
 def test_a_reserved_port_is_its_servers_and_nobody_elses() -> None:
@@ -118,8 +118,8 @@ NONE = gpu.Step("none", SLEEPS, "", 3)
 
 
 def test_steps_are_benchmarks_and_tests() -> None:
-    for own in gpu.STEPS:
-        for _, kind, *rest in filter(None, (own.command.split(), own.quick.split())):
+    for step in gpu.STEPS:
+        for _, kind, *rest in filter(None, (step.command.split(), step.quick.split())):
             paths = [ROOT / word for word in rest if word.startswith("tests/")]
             known = rest[0] in MODULES if kind == "bench" else paths
             assert known and all(path.exists() for path in paths)
@@ -183,17 +183,17 @@ def test_shares_of_bytes_are_those_of_files() -> None:
 
 
 def test_a_stored_prompt_is_loaded_and_written_once() -> None:
-    row = replay([ask(1, 2, 3), ask(1, 2, 3), ask(1, 2, 4)], own := store(), MODEL)
+    row = replay([ask(1, 2, 3), ask(1, 2, 3), ask(1, 2, 4)], replayed := store(), MODEL)
     assert row["loaded"] == pytest.approx(100 * 5 / 9, abs=0.1) and row["crowded"] == 0
     assert row["written"] == pytest.approx(4096 * 4 / 9, rel=0.02)
-    check_tree(own.tree)
+    check_tree(replayed.tree)
 
 
 def test_what_does_not_fit_leaves_and_takes_its_places_in_the_cache_along() -> None:
-    own = store(ssd_gb=0.005, host_gb=0.01)
-    row = replay([ask(1, 2), ask(3, 4), ask(1, 2), ask(1, 2)], own, MODEL)
+    replayed = store(ssd_gb=0.005, host_gb=0.01)
+    row = replay([ask(1, 2), ask(3, 4), ask(1, 2), ask(1, 2)], replayed, MODEL)
     assert row["loaded"] == 25.0 and row["crowded"] == 2
-    check_tree(own.tree)
+    check_tree(replayed.tree)
 
 
 @pytest.mark.parametrize(("room", "found"), [(1, 64), (2, 128), (math.inf, 128)])

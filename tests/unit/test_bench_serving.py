@@ -62,7 +62,7 @@ def test_a_request_is_a_prefix_and_a_question_that_no_prefix_shows() -> None:
     assert trace == trace_of() and trace.prefixes != trace_of(seed=4).prefixes
     asked = set()
     for request in (*trace.warmup, *trace.settle, *trace.measured):
-        (prefix,) = (own for own in trace.prefixes if request[: len(own)] == own)
+        (prefix,) = (prefix for prefix in trace.prefixes if request[: len(prefix)] == prefix)
         question = request[len(prefix) :]
         assert 0 < len(question) <= MAX_QUESTION_TOKENS and question not in asked
         asked.add(question)
@@ -75,7 +75,7 @@ def test_a_request_is_a_prefix_and_a_question_that_no_prefix_shows() -> None:
 def test_flags_of_a_policy_are_options_of_the_server(name: str) -> None:
     flags = serving.policy_flags(name, Path("kv"), 0.25, (70, 104))
     given = dict(flag.removeprefix("--impress-").split("=") for flag in flags[1:])
-    fields = {own.name: own.default for own in dataclasses.fields(ImpressConfig)}
+    fields = {field.name: field.default for field in dataclasses.fields(ImpressConfig)}
     assert {key.replace("-", "_") for key in given} <= set(fields)
     assert given["policy"] in ALL_POLICIES
     if name != "recompute":
@@ -151,7 +151,7 @@ def test_a_chat_goes_on_from_the_request_that_it_begins_with(tmp_path: Path) -> 
         (4000, [0, 1, 3, 5, 6]),
         (5000, [0, 9]),
     )
-    assert [[turn.at for turn in own] for own in sessions] == [[0.0, 2.5, 4.0], [0.5], [5.0]]
+    assert [[turn.at for turn in turns] for turns in sessions] == [[0.0, 2.5, 4.0], [0.5], [5.0]]
     assert [turn.think_seconds for turn in sessions[0]] == [0.0, 2.5, 1.5]
     assert sessions[0][0].block_tokens == MOONCAKE_BLOCK
     assert len(scale().ask(sessions[0][0]).tokens) == (3 * 512 - 12) // 16
@@ -160,14 +160,14 @@ def test_a_chat_goes_on_from_the_request_that_it_begins_with(tmp_path: Path) -> 
 def test_equal_blocks_are_equal_text_and_the_end_is_new(tmp_path: Path) -> None:
     (session,) = agents(tmp_path / "a", FIRST, SECOND, {**SECOND, "in": 331, "think_time": 90.0})
     first, second, third = (scale().ask(turn) for turn in session)
-    assert [len(own.tokens) for own in (first, second, third)] == [13, 21, 21]
+    assert [len(ask.tokens) for ask in (first, second, third)] == [13, 21, 21]
     assert list(second.tokens[:12]) == list(first.tokens[:12])
     # Blocks that follow each other are text that does.
     text = second.tokens[:20]
     assert all(b - a == 1 or b == TEXT[0] for a, b in itertools.pairwise(text))
     assert third.tokens[:20] == second.tokens[:20] and third.tokens[20] != second.tokens[20]
-    assert [own.answer_tokens for own in (first, second)] == [6, 1]
-    assert [own.pause_seconds for own in (first, second, third)] == [0.0, 1.6, 3.0]
+    assert [ask.answer_tokens for ask in (first, second)] == [6, 1]
+    assert [ask.pause_seconds for ask in (first, second, third)] == [0.0, 1.6, 3.0]
     assert scale(seed=2).ask(session[0]).tokens != first.tokens
 
 
@@ -193,7 +193,7 @@ def test_a_session_is_asked_in_its_order(tmp_path: Path) -> None:
     assert row["cached"] == round(14 / 34, 4)
 
 
-CAME = [Piece(*own, {}) for own in ((1.0, 1), (1.5, 2), (3.0, 3), (3.25, 5))]
+CAME = [Piece(*piece, {}) for piece in ((1.0, 1), (1.5, 2), (3.0, 3), (3.25, 5))]
 
 
 def test_gaps_of_a_stream() -> None:
@@ -226,11 +226,11 @@ def test_a_stream_that_fails_says_so_to_who_waits() -> None:
 
 def test_systems_are_compared_request_by_request() -> None:
     """Requests differ by far more than systems do, and both are drawn together."""
-    first = [float(own) for own in range(100, 1000, 9)]
+    first = [float(ttft) for ttft in range(100, 1000, 9)]
     rows: list[dict[str, Any]] = [
         {"mbps": mbps, "ttfts": ttfts}
         for mbps in (0, 130)
-        for ttfts in (first, [1.5 * own for own in first], [1.5 * own for own in first[::-1]])
+        for ttfts in (first, [1.5 * ttft for ttft in first], [1.5 * ttft for ttft in first[::-1]])
     ]
     systems.compare(rows)
     for base, slower, mixed in (rows[:3], rows[3:]):

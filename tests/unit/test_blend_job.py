@@ -244,16 +244,16 @@ def carry_out(job: BlendJob, shape: KVShape = SHAPE) -> tuple[list[Tensor], list
     loader.begin(job)
     assert job.done.wait(30)
     assert loader.close(30)
-    keys, values = ([own[job.target] for own in pool] for pool in pools)
+    keys, values = ([layer[job.target] for layer in pool] for pool in pools)
     return keys, values
 
 
 def rounded(tokens: list[int], layer: int, part: slice, bits: int) -> tuple[Tensor, Tensor]:
     """Keys and values of some tokens of a segment in so many bits."""
-    own = SequenceKVs(SHAPE, "", tuple(tokens))
-    codes = code_keys(own.keys(layer), bits), code_values(own.values(layer), bits)
+    kvs = SequenceKVs(SHAPE, "", tuple(tokens))
+    codes = code_keys(kvs.keys(layer), bits), code_values(kvs.values(layer), bits)
     rows = restore(codes[0]), restore(codes[1])
-    for found, exact in zip(rows, (own.keys(layer), own.values(layer)), strict=True):
+    for found, exact in zip(rows, (kvs.keys(layer), kvs.values(layer)), strict=True):
         found[:SINK_TOKENS] = exact[:SINK_TOKENS]
     return rows[0][part], rows[1][part]
 
@@ -313,7 +313,7 @@ def test_a_segment_that_cannot_be_read_is_computed_and_the_rest_reused(
 ) -> None:
     """Gone before it is opened, or damaged where some layers are in slots already."""
     desk, plan = two_segments(bench, block=block, readahead=1.0)
-    out, left = (plan.runs[own].span.segment for own in (bad, 1 - bad))
+    out, left = (plan.runs[number].span.segment for number in (bad, 1 - bad))
     original = WholeSource.read
 
     def read(source: WholeSource, number: int) -> Any:

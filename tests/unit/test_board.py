@@ -83,8 +83,8 @@ needs_promtool = pytest.mark.skipif(
 @needs_promtool
 def test_prometheus_accepts_the_rules_and_queries(tmp_path: Path) -> None:
     """As rules, with what Grafana puts into queries."""
-    asked = [own.replace("$__rate_interval", "1m") for own in QUERIES.values()]
-    rules = [{"record": f"own_{number}", "expr": own} for number, own in enumerate(asked)]
+    asked = [query.replace("$__rate_interval", "1m") for query in QUERIES.values()]
+    rules = [{"record": f"own_{number}", "expr": query} for number, query in enumerate(asked)]
     (tmp_path / "queries").write_text(yaml.dump({"groups": [{"name": "a", "rules": rules}]}))
     for path in (FOLDER / "alerts.yaml", tmp_path / "queries"):
         groups = yaml.safe_load(path.read_text())["groups"]
@@ -127,12 +127,12 @@ STORIES = {
 def test_an_alert_fires_when_it_should(
     alert: str, series: dict[str, str], when: str, fires: bool, tmp_path: Path
 ) -> None:
-    rules = {own["alert"]: own for group in ALERTS["groups"] for own in group["rules"]}
+    rules = {rule["alert"]: rule for group in ALERTS["groups"] for rule in group["rules"]}
     summary = rules[alert]["annotations"]["summary"]
     expected = {"exp_labels": {"instance": "a"}, "exp_annotations": {"summary": summary}}
     story = {
         "interval": "1m",
-        "input_series": [{"series": own, "values": values} for own, values in series.items()],
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
         "alert_rule_test": [
             {"alertname": alert, "eval_time": when, "exp_alerts": [expected] if fires else []}
         ],

@@ -69,12 +69,12 @@ class Faults(Bucket):
 
     def _dated(self, page: Any) -> Any:
         """By a clock that is ahead."""
-        return [own | {"last_modified": own["last_modified"] + self.ahead} for own in page]
+        return [row | {"last_modified": row["last_modified"] + self.ahead} for row in page]
 
     @property
     def segments(self) -> list[str]:
         found = obstore.list(self._store, IDENTITY).collect()
-        return [own["path"] for own in found if own["path"].endswith(".kv")]
+        return [row["path"] for row in found if row["path"].endswith(".kv")]
 
 
 class World:
@@ -88,8 +88,8 @@ class World:
         return self.benches[name].open(store=URL, **options)
 
     def put(self, name: str, store: PartStore, *tokens: tuple[int, ...], **options: Any) -> None:
-        for own in tokens:
-            self.benches[name].put(store, own, **options)
+        for sequence in tokens:
+            self.benches[name].put(store, sequence, **options)
             store.poll()
 
 
@@ -132,7 +132,7 @@ def until_listed(store: PartStore, count: int) -> None:
 
 def until_kept(store: PartStore, count: int) -> None:
     """So many files are in its own directory."""
-    until(store, lambda: sum(own.home is None for own in store.tree.segments()) == count)
+    until(store, lambda: sum(segment.home is None for segment in store.tree.segments()) == count)
 
 
 def test_what_one_stores_others_find_and_keep(world: World, bucket: Faults) -> None:
@@ -162,7 +162,7 @@ def test_a_lost_directory_and_a_restart(world: World, bucket: Faults) -> None:
     first = world.open("a")
     world.put("a", first, prompt(1, 13), prompt(1, 40))
     until(first, lambda: len(bucket.segments) == 2)
-    written = sorted(own.written for own in first.tree.segments())
+    written = sorted(segment.written for segment in first.tree.segments())
     world.benches["a"].close(first)
     shutil.rmtree(world.benches["a"].root)
     again = world.open("a")
@@ -175,8 +175,8 @@ def test_a_lost_directory_and_a_restart(world: World, bucket: Faults) -> None:
     alone = world.open("a")
     check_rows(alone, prompt(1, 40))
     kept = list(alone.tree.segments())
-    assert not any(own.home for own in kept), "and they are as old as they were"
-    assert sorted(own.written for own in kept) == pytest.approx(written, abs=1e-3)
+    assert not any(segment.home for segment in kept), "and they are as old as they were"
+    assert sorted(segment.written for segment in kept) == pytest.approx(written, abs=1e-3)
     world.put("a", alone, prompt(5))
     with pytest.raises(ConfigError, match="s3://bucket/prefix cannot be used"):
         world.open("b")
@@ -198,8 +198,8 @@ def test_the_same_is_there_once_and_stands_for_what_is_evicted(
     bucket.fails = lambda what, name: False
     for store in (first, second):
         until_listed(store, 1)
-        (own,) = store.tree.segments()
-        store.writes.discard([own], Cause.EVICTED)
+        (segment,) = store.tree.segments()
+        store.writes.discard([segment], Cause.EVICTED)
         until_found(store, prompt(1))
         assert store.summary()["used_bytes"] == 0
         check_rows(store, prompt(1))
@@ -233,7 +233,7 @@ def test_the_local_quota_holds(world: World, bucket: Faults) -> None:
     until_found(second, prompt(4))
     until(second, lambda: not second.quota.adopting_bytes)
     # What is being fetched counts.
-    far = next(own for own in second.tree.segments() if own.home)
+    far = next(segment for segment in second.tree.segments() if segment.home)
     needed = second.quota.missing(0)
     peer = second._disk.bucket
     descriptor = peer.files.open(peer.path_of(far.info), os.O_RDONLY)
@@ -393,7 +393,7 @@ def test_what_is_no_segment_is_left_alone(world: World, bucket: Faults) -> None:
     first, second = world.open("a"), world.open("b")
     world.put("a", first, prompt(1))
     until_found(second, prompt(1))
-    (real,) = [own for own in bucket.segments if "/x/" not in own]
+    (real,) = [name for name in bucket.segments if "/x/" not in name]
     obstore.put(
         bucket._store, real.replace(real[-8:-3], "fffff"), obstore.get(bucket._store, real).bytes()
     )
@@ -432,7 +432,7 @@ def test_an_object_that_was_replaced_is_found(world: World, bucket: Faults) -> N
     bucket.fails = lambda what, name: False
     until_found(third, prompt(1))
     (name,), (old,) = bucket.segments, third.tree.segments()
-    other = next(own for own in (first, second) if old.segment_id not in own.tree)
+    other = next(store for store in (first, second) if old.segment_id not in store.tree)
     ((new, path, _),) = segment_files(other._disk.files, other._disk.directory.path)
     obstore.put(bucket._store, name, Path(path).read_bytes())
     until_there(third, new)

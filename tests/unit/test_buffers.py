@@ -191,6 +191,6 @@ def test_no_more_memory_is_held_than_the_limit(
             renter.give()
         elif wants:
             assert renter.take(num_bytes)
-        open_bytes = sum(len(own.memory) for own in renters if own.memory is not None)
+        open_bytes = sum(len(renter.memory) for renter in renters if renter.memory is not None)
         assert pool.used_bytes == open_bytes <= pool.held_bytes <= limit
     pool.close()

@@ -68,15 +68,15 @@ def test_gradients_tell_what_errors_cost(kind: str) -> None:
     cost = torch.zeros(2)
     draws = [draw for _ in range(5) for draw in prompts.gradients(prompt)[1]]
     for layer in itertools.chain(*draws):
-        for stream, own in enumerate(layer):
-            cost[stream] += float(own.square().sum()) / len(draws)
+        for stream, gradient in enumerate(layer):
+            cost[stream] += float(gradient.square().sum()) / len(draws)
     held, size, generator = 45, 0.003, torch.Generator().manual_seed(1)
     keys, values = prompts._prefix(prompt[:held])
 
     def logp(noisy: int | None) -> torch.Tensor:
-        parts = [[own.clone() for own in stream] for stream in (keys, values)]
-        for own in parts[noisy] if noisy is not None else ():
-            own += size * torch.randn(own.shape, generator=generator)
+        parts = [[rows.clone() for rows in stream] for stream in (keys, values)]
+        for rows in parts[noisy] if noisy is not None else ():
+            rows += size * torch.randn(rows.shape, generator=generator)
         with torch.no_grad():
             return prompts._follow(parts[0], parts[1], prompt[held:])[0].double().log_softmax(-1)
 
@@ -92,7 +92,7 @@ def test_more_bits_change_predictions_less(kind: str) -> None:
     prompts = Prompts(make_model(kind))
     texts = {"one": ids(300, 1), "two": ids(300, 2)}
     ((basis,),) = calibrated(prompts, texts)
-    few, many = (basis.notes["kl"][own] for own in ("5", "6"))
+    few, many = (basis.notes["kl"][rate] for rate in ("5", "6"))
     assert set(few) == set(many) == set(texts)
     for text in texts:
         assert many[text] < few[text] / 2.5
@@ -107,13 +107,13 @@ def test_ranks_are_as_good_in_more_bits() -> None:
     """More ranks than heads share them."""
     texts = {"one": ids(300, 1), "two": ids(300, 2)}
     whole, split = calibrated(Prompts(make_model()), texts, [1, 2, 4])
-    assert [own.part for own in split] == [(0, 2), (1, 2)] and len(whole) == 1
-    assert {own.shapes for own in split} == {((1, 8), (1, 8))}
+    assert [basis.part for basis in split] == [(0, 2), (1, 2)] and len(whole) == 1
+    assert {basis.shapes for basis in split} == {((1, 8), (1, 8))}
     assert split[0].digest != split[1].digest and split[0].notes == split[1].notes
     for keeps, rate in RATES.items():
-        one, two = (sum(own[0].notes["kl"][f"{keeps:g}"].values()) for own in (whole, split))
+        one, two = (sum(bases[0].notes["kl"][f"{keeps:g}"].values()) for bases in (whole, split))
         assert 0.7 * one < two < 1.4 * one
-        assert all(rate + 0.3 < own.keeping(keeps).rate < rate + 1.0 for own in split)
+        assert all(rate + 0.3 < basis.keeping(keeps).rate < rate + 1.0 for basis in split)
     for size in (3, 0, -2):
         with pytest.raises(Refused, match=f"{size} ranks cannot share 2"):
             calibrated(Prompts(make_model()), texts, [size])
@@ -136,7 +136,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose tokens are bytes."""
     found = tmp_path_factory.mktemp("model")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({own: i for i, own in enumerate(alphabet)}, []))
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(found)
     make_model("Qwen2").save_pretrained(found)
@@ -151,11 +151,11 @@ def test_command_with_texts_of_the_package(
     assert main([*order, "--tokens", "200", "--tp-size", "1", "2"]) == DONE
     told = json.loads(capsys.readouterr().out)
     basis, parts = Basis.load(out), [Basis.load(out, (rank, 2)) for rank in range(2)]
-    assert told["tp_2"]["bits_6"]["digest"] == " ".join(own.digest for own in parts)
-    assert told["tp_2"]["bits_6"]["token_bytes"] == sum(own.token_bytes for own in parts)
+    assert told["tp_2"]["bits_6"]["digest"] == " ".join(part.digest for part in parts)
+    assert told["tp_2"]["bits_6"]["token_bytes"] == sum(part.token_bytes for part in parts)
     for keeps, rate in RATES.items():
-        own, said = basis.keeping(keeps), told[f"bits_{keeps:g}"]
-        assert said["digest"] == own.digest and said["kl"] == basis.notes["kl"][f"{keeps:g}"]
+        kept, said = basis.keeping(keeps), told[f"bits_{keeps:g}"]
+        assert said["digest"] == kept.digest and said["kl"] == basis.notes["kl"][f"{keeps:g}"]
         assert {"prose", "german", "python", "chinese", "json"} <= set(said["kl"])
         assert said["rate"] == pytest.approx(rate, abs=0.02)
         assert rate / 16 < said["share"] < rate / 10

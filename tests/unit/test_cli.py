@@ -85,7 +85,7 @@ def test_what_is_in_a_directory(left: Path, capsys: Said) -> None:
     status, stores = run(capsys, "stat", "--dir", left)
     assert status == DONE and [store["store"] for store in stores] == sorted(STORES)
     counts = ("segments", "tokens", "quarantined")
-    assert [[store[own] for own in counts] for store in stores] == [[2, 28, 0], [1, 8, 0]]
+    assert [[store[count] for count in counts] for store in stores] == [[2, 28, 0], [1, 8, 0]]
     sizes = [path.stat().st_size for path in left.glob(f"{IDENTITY}/segments/*/*")]
     assert stores[0]["bytes"] == sum(sizes)
 
@@ -355,7 +355,7 @@ def removed(said: Said, bench: Workbench) -> list[tuple[int, int]]:
 
 def segment_of(bench: Workbench, num_tokens: int) -> str:
     index = index_in(bench.root / IDENTITY)
-    (found,) = (name for name, own in index.items() if own.info.num_tokens == num_tokens)
+    (found,) = (name for name, segment in index.items() if segment.info.num_tokens == num_tokens)
     return found
 
 
@@ -370,7 +370,7 @@ def test_what_nobody_can_use_is_removed(
     upkept.close(store)
     assert removed(capsys, upkept) == [(0, 0)]
     index = index_in(upkept.root / IDENTITY)
-    sizes = {own.info.num_tokens: own.file_bytes for own in index.values()}
+    sizes = {segment.info.num_tokens: segment.file_bytes for segment in index.values()}
     first = upkept.file_of(segment_of(upkept, 13))
     first.unlink()
     first.with_name(f"{first.stem[:2]}{'0' * 30}.kv.tmp").write_bytes(bytes(100))
@@ -392,10 +392,10 @@ def test_what_nobody_can_use_is_removed(
 
 def test_stores_of_other_formats(upkept: Workbench, capsys: Said) -> None:
     sizes = [path.stat().st_size for path in upkept.root.glob("*/segments/*/*")]
-    for identity, own in ((OTHER_IDENTITY, FORMAT_VERSION - 1), ("e" * 32, FORMAT_VERSION + 1)):
+    for identity, version in ((OTHER_IDENTITY, FORMAT_VERSION - 1), ("e" * 32, FORMAT_VERSION + 1)):
         folder = upkept.root / identity
         shutil.copytree(upkept.root / IDENTITY, folder)
         fields = json.loads((folder / MARKER).read_text())
-        (folder / MARKER).write_text(json.dumps({**fields, "format": own}))
+        (folder / MARKER).write_text(json.dumps({**fields, "format": version}))
     assert sorted(removed(capsys, upkept)) == [(0, 0), (0, 0), (3, sum(sizes))]
-    assert sorted(own.name for own in upkept.root.iterdir()) == [IDENTITY, "e" * 32]
+    assert sorted(path.name for path in upkept.root.iterdir()) == [IDENTITY, "e" * 32]

@@ -36,7 +36,7 @@ class Fake(StubServer):
         self.signal: tuple[int, int] = (0, 0)
 
     def bodies(self, path: str) -> list[dict[str, Any]]:
-        return [body for _, own, body, _ in self.asked if own.partition("?")[0] == path]
+        return [body for _, asked, body, _ in self.asked if asked.partition("?")[0] == path]
 
     def reply(self, path: str, body: Any) -> tuple[int, bytes]:
         path = path.partition("?")[0]
@@ -58,7 +58,7 @@ class Fake(StubServer):
             return {"why": {"reason": "being_written" if self.looks > 0 else "stored"}}
         if path == "/impress/purge":
             whole = "input_ids" not in body
-            gone = {own for own in self.stored if own == place or (whole and own[0] == place[0])}
+            gone = {key for key in self.stored if key == place or (whole and key[0] == place[0])}
             self.stored -= gone
             return {"segments": len(gone)}
         assert path == "/generate"
@@ -119,7 +119,7 @@ def test_each_way_is_measured(fake: Fake, capsys: Said, clients: int) -> None:
     assert conclusion.startswith("The store pays here") and "1,234 MB/s" in conclusion
     assert len({str(body["input_ids"][:TOKENS]) for body in fake.bodies("/generate")}) == 3
     stored = [body["sampling_params"]["custom_params"] for body in fake.bodies("/generate")]
-    stored = [own for own in stored if own["impress_store"]]
+    stored = [params for params in stored if params["impress_store"]]
     assert stored == [{"impress_store": True, "impress_ttl": 3600}] * 3
 
 

@@ -45,8 +45,8 @@ def test_all_of_it_is_read_once(coded: Coded) -> None:
     read = case.source.stats
     parts = [*span[0].layout.codes, span[0].layout.rows]
     assert len(parts) == SHAPE.num_layers
-    assert read.ssd_needed_bytes == sum(own.num_groups * own.group_bytes for own in parts)
-    assert read.ssd_bytes == sum(own.num_bytes for own in parts)
+    assert read.ssd_needed_bytes == sum(part.num_groups * part.group_bytes for part in parts)
+    assert read.ssd_bytes == sum(part.num_bytes for part in parts)
 
 
 @pytest.mark.parametrize(("device_pages", "host_pages"), [(400, 0), (0, 400), (9, 13), (40, 60)])
@@ -113,7 +113,7 @@ def test_random_requests(seed: int, coded: Coded, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(buffers.LayerBuffer, "close", note)
     lengths = [chance.choice([3, 130, 300, 700, 1500]) for _ in range(chance.randint(1, 3))]
     case = coded(
-        [CodedPart(own) for own in lengths],
+        [CodedPart(length) for length in lengths],
         shape=shape,
         codes=chance.random() < 0.8,
         device_pages=chance.choice([0, 0, 30]),
@@ -130,7 +130,7 @@ def test_random_requests(seed: int, coded: Coded, monkeypatch: pytest.MonkeyPatc
     for layer in range(shape.num_layers):
         for source in sources:
             if chance.random() < 0.5:
-                wait_until(lambda: not any(own.is_reading for own in sources))
+                wait_until(lambda: not any(source.is_reading for source in sources))
             pools = [
                 torch.empty(source.num_tokens, shape.num_kv_heads, dim, dtype=shape.dtype)
                 for dim in (shape.key_dim, shape.value_dim)
@@ -144,9 +144,9 @@ def test_random_requests(seed: int, coded: Coded, monkeypatch: pytest.MonkeyPatc
     for source in sources:
         source.close()
         ahead.leave(source)
-    wait_until(lambda: all(read.done for own in closed for read in own.reads))
+    wait_until(lambda: all(read.done for buffer in closed for read in buffer.reads))
     # All that was read is counted, and counted once.
-    read = sum(one.num_bytes for own in closed for one in own.reads)
+    read = sum(one.num_bytes for buffer in closed for one in buffer.reads)
     assert read == sum(source.stats.ssd_bytes for source in sources)
     case.pool._collect()
     assert not (case.pool.used_bytes or case.pool._draining or case.pool._open)

@@ -155,31 +155,31 @@ def test_every_field_has_an_option_with_its_name_as_the_flag() -> None:
 
 
 SHARES = (0.25, 0.999, AUTO)
-WHOLE = [own for own in POLICIES if own not in PART_POLICIES]
-PARTS = [(own, share) for own in PART_POLICIES for share in SHARES]
+WHOLE = [policy for policy in POLICIES if policy not in PART_POLICIES]
+PARTS = [(policy, share) for policy in PART_POLICIES for share in SHARES]
 # Options, what follows from them, and its value.
 FOLLOWS: tuple[tuple[dict[str, Any], str, object], ...] = (
-    *(({"retention": own}, "usual_retention", float(own)) for own in (0.05, 0.3, 1)),
+    *(({"retention": share}, "usual_retention", float(share)) for share in (0.05, 0.3, 1)),
     # `auto` is never less than its floor, and than what is allowed.
     *(
-        ({"retention": AUTO, "min_retention": own}, "usual_retention", AUTO_FLOOR)
-        for own in (0, 0.05)
+        ({"retention": AUTO, "min_retention": floor}, "usual_retention", AUTO_FLOOR)
+        for floor in (0, 0.05)
     ),
     ({"retention": AUTO, "min_retention": 0.6}, "usual_retention", 0.6),
-    *(({"bits": own}, "usual_bits", float(own)) for own in (5, 6, 6.0)),
-    *(({"bits": own}, "code_bits", 6.0) for own in (6, EXACTLY, AUTO)),
+    *(({"bits": bits}, "usual_bits", float(bits)) for bits in (5, 6, 6.0)),
+    *(({"bits": bits}, "code_bits", 6.0) for bits in (6, EXACTLY, AUTO)),
     ({"bits": 5}, "code_bits", 5.0),
     ({"bits": EXACTLY}, "usual_bits", EXACT_BITS),
     ({"bits": AUTO}, "usual_bits", USUAL_BITS),
     ({"bits": EXACTLY, "blend": 0.15}, "code_bits", 6.0),
-    *(({"policy": own, "retention": share}, "needs_parts", True) for own, share in PARTS),
-    *(({"policy": own}, "needs_parts", False) for own in WHOLE),
+    *(({"policy": policy, "retention": share}, "needs_parts", True) for policy, share in PARTS),
+    *(({"policy": policy}, "needs_parts", False) for policy in WHOLE),
     # What bits may load is kept.
     ({}, "kept", "codes"),
     ({"bits": 5, "basis": "some"}, "kept", "codes"),
     ({"bits": 5}, "kept", "codes"),
     ({"blend": 0.15}, "kept", "both"),
-    *(({"bits": own, "basis": "some"}, "kept", "both") for own in (EXACTLY, AUTO)),
+    *(({"bits": bits, "basis": "some"}, "kept", "both") for bits in (EXACTLY, AUTO)),
     ({"bits": EXACTLY}, "kept", "exact"),
     ({"bits": EXACTLY, "blend": 0.15}, "kept", "both"),
     ({"bits": AUTO}, "kept", "both"),
@@ -204,7 +204,7 @@ def test_what_follows_from_options(options: dict[str, Any], name: str, value: ob
         ("bits", "5", 5.0),
         ("bits", "exact", EXACTLY),
         *((field, AUTO, AUTO) for field in ("retention", "bits")),
-        *((own, str(value), value) for own, value in dataclasses.asdict(ImpressConfig()).items()),
+        *((name, str(value), value) for name, value in dataclasses.asdict(ImpressConfig()).items()),
     ],
 )
 def test_numbers_words_and_defaults_on_a_command_line(field: str, text: str, value: object) -> None:
@@ -244,8 +244,8 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], str], ...] = (
     ({"bits": 5, "blend": 0.15}, "--impress-blend needs --impress-bits 6"),
     # Only the paper's policies have parts.
     *(
-        ({"policy": own, "retention": share}, r"--impress-retention .* needs --impress-policy pa")
-        for own in WHOLE
+        ({"policy": policy, "retention": share}, "--impress-retention .* needs --impress-policy")
+        for policy in WHOLE
         for share in SHARES
     ),
 )

@@ -91,7 +91,7 @@ def test_what_is_never_found(namespace: str, quality: Quality, state: SegmentSta
 def test_equal_hashes_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """All windows of all texts have one key: only tokens tell them apart."""
 
-    def same(own: PrefixHashes, namespace: str, tokens: Tokens, length: int) -> Hashes:
+    def same(hashes: PrefixHashes, namespace: str, tokens: Tokens, length: int) -> Hashes:
         return np.zeros(max(len(tokens) - length + 1, 0), np.uint64)
 
     def same_apart(own: PrefixHashes, namespace: str, tokens: Tokens, length: int) -> Hashes:
@@ -221,10 +221,10 @@ def covered_by_search(segments: Sequence[StoredSegment], tokens: Tokens) -> set[
     """Places of a prompt that any window of a segment, extended both ways, has."""
     found: set[int] = set()
     for segment in segments:
-        own = segment.info.tokens
-        for offset in range(1 - len(own), len(tokens)):
-            low, high = max(offset, 0), min(offset + len(own), len(tokens))
-            equal = tokens[low:high] == own[low - offset : high - offset]
+        stored = segment.info.tokens
+        for offset in range(1 - len(stored), len(tokens)):
+            low, high = max(offset, 0), min(offset + len(stored), len(tokens))
+            equal = tokens[low:high] == stored[low - offset : high - offset]
             edges = low + np.flatnonzero(np.diff(equal, prepend=False, append=False))
             for at, stop in edges.reshape(-1, 2).tolist():
                 first = -(-(at - offset) // WINDOW_TOKENS) * WINDOW_TOKENS
@@ -245,7 +245,7 @@ def test_against_a_search_that_compares_everything(data: st.DataObject) -> None:
     def make() -> list[int]:
         return [t for n, start, stop in data.draw(some) for t in pieces[n][start:stop]]
 
-    segments = [stored_segment(f"s{n}", own) for n in range(3) if (own := make())]
+    segments = [stored_segment(f"s{n}", drawn) for n in range(3) if (drawn := make())]
     prompt = as_tokens(make())
     index = index_of(*segments)
 
@@ -254,8 +254,8 @@ def test_against_a_search_that_compares_everything(data: st.DataObject) -> None:
     position, covered = 0, set()
     for run in runs:
         assert position <= run.start < run.stop <= len(prompt)
-        own = run.span.segment.info.tokens[run.span.start : run.span.stop]
-        assert np.array_equal(own, prompt[run.start : run.stop])
+        found = run.span.segment.info.tokens[run.span.start : run.span.stop]
+        assert np.array_equal(found, prompt[run.start : run.stop])
         assert len(run) >= 1
         position = run.stop
         covered.update(range(run.start, run.stop))
@@ -276,17 +276,17 @@ def prompt(*blocks: int, rest: int = 0) -> np.ndarray[tuple[int], np.dtype[np.in
 
 
 @given(
-    least=st.integers(2, 4),
+    times=st.integers(2, 4),
     asked=st.lists(
         st.tuples(st.sampled_from(["", "a"]), st.lists(st.integers(0, 2), max_size=4)), max_size=30
     ),
 )
-def test_sights_are_those_of_exact_counts(least: int, asked: list[tuple[str, list[int]]]) -> None:
-    sights, counts = Sights(least, new_memory(COLUMNS)), Counter[tuple[str, tuple[int, ...]]]()
+def test_sights_are_those_of_exact_counts(times: int, asked: list[tuple[str, list[int]]]) -> None:
+    sights, counts = Sights(times, new_memory(COLUMNS)), Counter[tuple[str, tuple[int, ...]]]()
     for namespace, blocks in asked:
         prefixes = [tuple(blocks[: stop + 1]) for stop in range(len(blocks))]
-        counts.update((namespace, own) for own in prefixes)
-        often = [own for own in prefixes if counts[namespace, own] >= least]
+        counts.update((namespace, prefix) for prefix in prefixes)
+        often = [prefix for prefix in prefixes if counts[namespace, prefix] >= times]
         found = sights.note(namespace, prompt(*blocks, rest=BLOCK_TOKENS - 1))
         assert found == BLOCK_TOKENS * len(often)
 
@@ -349,5 +349,5 @@ def test_text_is_seen_wherever_it_stands() -> None:
             assert not often.any() and 80 < len(starts) < 200
     # What crosses from one document into the next was never seen, but all begin with one token.
     crossing = [any(start < at < start + BLOCK_TOKENS - 1 for at in stood) for start in starts]
-    assert often.tolist() == [not own for own in crossing]
+    assert often.tolist() == [not crosses for crosses in crossing]
     assert not sights.note_text("tenant", as_tokens(tokens))[1].any()

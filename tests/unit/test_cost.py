@@ -109,8 +109,8 @@ def test_what_was_seen_to_be_short_bounds_what_is_longer() -> None:
     cost = learnt(largest=2.0)
 
     assert cost.bound(40, 400) == (pytest.approx(0.01, rel=0.1), True)
-    most, known = cost.bound(4000, 4e6)
-    assert not known and most is not None and take(4000, 4e6) < most < 10 * take(4000, 4e6)
+    bound, known = cost.bound(4000, 4e6)
+    assert not known and bound is not None and take(4000, 4e6) < bound < 10 * take(4000, 4e6)
     assert cost.seconds(4000, 4e6) == pytest.approx(0.01, rel=0.1)
 
 
@@ -155,7 +155,7 @@ def test_whatever_was_seen_more_takes_no_less(
 
     for cost in (floored, plain):
         assert 0.0 <= cost.seconds(x, y) <= cost.seconds(2 * x, 1.5 * y) < math.inf
-    assert all(0 < own < math.inf for own in plain.rates())
+    assert all(0 < rate < math.inf for rate in plain.rates())
     seconds, known = floored.bound(x, y)
     assert (seconds is None) == (not observations)
     assert not known or seconds == floored.seconds(x, y)
@@ -273,10 +273,10 @@ def test_questions_bound_what_computing_takes(machine: Machine) -> None:
     estimator = Estimator(HIDDEN_SIZE)
     for new in (19, 22, 20):
         estimator.computing.observe(new, pairs_of(3000, new), 0.02 + machine.forward(3000, new))
-    most, real = estimator.estimate(QUESTION, 0.0).recompute, machine.forward(0, 3020)
-    assert most is not None and most > 0.9 * real, "guesses how much is spent on pairs"
+    bound, real = estimator.estimate(QUESTION, 0.0).recompute, machine.forward(0, 3020)
+    assert bound is not None and bound > 0.9 * real, "guesses how much is spent on pairs"
 
-    fast, slow = (estimator.estimate(QUESTION, share * most) for share in (0.49, 0.51))
+    fast, slow = (estimator.estimate(QUESTION, share * bound) for share in (0.49, 0.51))
     assert fast.load is slow.load is None
     assert fast.loads_faster() and not slow.loads_faster()
 
@@ -317,9 +317,9 @@ def test_blends_are_learnt_and_all_is_read_before() -> None:
         estimator.note_blend(work, computed, 1e-4 * work.stored + 3 * hopeful)
 
     found = estimator.estimate_blend(QUESTION, 1000.0, 2.0)
-    own = estimator.pass_seconds(3000, 20)
-    hopeful = estimator.estimate_blend(QUESTION, 1000.0, 2.0, measured=False).compute - own
-    assert found.compute == pytest.approx(0.3 + 3 * hopeful + own, rel=0.1)
+    alone = estimator.pass_seconds(3000, 20)
+    hopeful = estimator.estimate_blend(QUESTION, 1000.0, 2.0, measured=False).compute - alone
+    assert found.compute == pytest.approx(0.3 + 3 * hopeful + alone, rel=0.1)
     assert found.load == found.compute + 2.0 == found.compute + found.unhidden()
 
 
@@ -356,11 +356,11 @@ def test_auto_takes_the_most_bits_that_take_hardly_longer(
 def test_a_pass_begins_early_if_it_hides_the_rest_and_computing_wins_if_it_is_faster() -> None:
     machine = MACHINES["two cores"]
     estimator = taught(machine)
-    own, all_of_it = machine.forward(3000, 20), machine.forward(0, 3000)
+    pass_seconds, all_of_it = machine.forward(3000, 20), machine.forward(0, 3000)
 
-    late = estimator.late_seconds(0.8 * own, 3000, 20)
-    assert late == pytest.approx(MOST_LATE * own, rel=0.1)
-    assert estimator.late_seconds(1.2 * own, 3000, 20) is None
+    late = estimator.late_seconds(0.8 * pass_seconds, 3000, 20)
+    assert late == pytest.approx(MOST_LATE * pass_seconds, rel=0.1)
+    assert estimator.late_seconds(1.2 * pass_seconds, 3000, 20) is None
     assert estimator.faster_seconds(0.8 * all_of_it, 0, 3000) is None
     faster = estimator.faster_seconds(1.2 * all_of_it, 0, 3000)
     assert faster == pytest.approx(all_of_it, rel=0.1)
