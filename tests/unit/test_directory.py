@@ -59,12 +59,12 @@ def make_store(
 def contents(path: Path) -> dict[str, bytes | str]:
     """All below a folder: bytes of files, targets of links."""
     found: dict[str, bytes | str] = {}
-    for own in sorted(path.rglob("*")):
-        name = str(own.relative_to(path))
-        if own.is_symlink():
-            found[name] = os.readlink(own)
+    for entry in sorted(path.rglob("*")):
+        name = str(entry.relative_to(path))
+        if entry.is_symlink():
+            found[name] = os.readlink(entry)
         else:
-            found[name] = own.read_bytes() if own.is_file() else "folder"
+            found[name] = entry.read_bytes() if entry.is_file() else "folder"
     return found
 
 
@@ -76,7 +76,7 @@ def test_names_of_namespaces_last_and_differ_between_stores(root: Path) -> None:
         directory.close()
 
     assert names[0] == names[1]
-    assert len({name for own in names for name in own}) == 6
+    assert len({name for of_one in names for name in of_one}) == 6
     assert all(len(name) == 32 for name in names[0])
 
 
@@ -188,7 +188,7 @@ def test_files_of_others_in_a_store_are_not_seen_and_stay(root: Path, name: str)
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text("mine")
 
-    assert [own for own, _, _ in segment_files(FILES, folder)] == [SEGMENT]
+    assert [name for name, _, _ in segment_files(FILES, folder)] == [SEGMENT]
     assert quarantined_files(FILES, folder) == []
     assert remove_store(FILES, folder)
 

@@ -39,15 +39,15 @@ def store(tmp_path: Path) -> Iterator[PrefixStore]:
         ssd_dir=str(tmp_path), ssd_gb=1.0, min_free_gb=0.0, host_gb=0.0, device_gb=0.0
     )
     shape = SHAPE.kv_shape(torch.float32)
-    own = PrefixStore(config, IDENTITY, shape, CPU, codec=plain_codec(shape))
-    with contextlib.closing(own):
-        yield own
+    opened = PrefixStore(config, IDENTITY, shape, CPU, codec=plain_codec(shape))
+    with contextlib.closing(opened):
+        yield opened
 
 
 @pytest.mark.parametrize(("policy", "error"), [("as", 0.0), ("impress", 0.1)])
 def test_a_stored_prefix_fills_the_pool(policy: str, error: float, store: PrefixStore) -> None:
     model = model_of()
-    kvs = [[own.clone() for own in pool] for pool in model.pools]
+    kvs = [[rows.clone() for rows in pool] for pool in model.pools]
     saved = model_of()
     save(store, saved, tokens_of(1, LENGTH))
     # The same numbers again, in the order in which they were saved.
@@ -57,8 +57,8 @@ def test_a_stored_prefix_fills_the_pool(policy: str, error: float, store: Prefix
     engine = Engine(model, store, policy, new_tokens=4)
     ttft, load = engine.serve(tokens_of(1, LENGTH))
     assert 0 < engine.plan_seconds * 1e3 < load < ttft and engine.reads.ssd_bytes > 0
-    for pool, own, before in zip(model.pools, wanted, kvs, strict=True):
-        for found, exact, was in zip(pool, own, before, strict=True):
+    for pool, right, before in zip(model.pools, wanted, kvs, strict=True):
+        for found, exact, was in zip(pool, right, before, strict=True):
             assert float((found[:LENGTH] - exact).abs().mean()) <= error
             assert not torch.equal(found[:LENGTH], was[:LENGTH])
 

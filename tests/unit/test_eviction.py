@@ -128,7 +128,7 @@ class History:
         """What is asked of the whole store."""
         verb, *names = step.split()
         if verb == "left":
-            assert {own for own in self.named if self.has(own)} == set(names)
+            assert {name for name in self.named if self.has(name)} == set(names)
             return
         if verb == "limit":
             self.options["namespace_gb"] = gb(int(names[0]) * self.bench.one)

@@ -50,13 +50,13 @@ def random_kv(num_tokens: int, heads: int = 2, dim: int = 8, seed: int = 1) -> T
     return rows * scale + 100 * torch.randn(heads, dim, generator=generator)
 
 
-def of_elements(codes: Codes, own: Tensor) -> Tensor:
+def of_elements(codes: Codes, numbers: Tensor) -> Tensor:
     """A number of each channel or vector for each element, float32."""
-    if not own.ndim:
-        return own.float()
+    if not numbers.ndim:
+        return numbers.float()
     if codes.bits.ndim:
-        return own.float().repeat_interleave(GROUP_TOKENS, 0)[: len(codes.codes)]
-    return own.float()[..., None]
+        return numbers.float().repeat_interleave(GROUP_TOKENS, 0)[: len(codes.codes)]
+    return numbers.float()[..., None]
 
 
 @pytest.mark.parametrize("rate", RATES)
@@ -132,8 +132,8 @@ def test_logits_are_nearer_with_the_energy_of_their_queries(rate: int) -> None:
     keys = random_kv(GROUP_TOKENS * 4, dim=32)
     queries = torch.randn(16, 2, 32) * 10 ** (2 * torch.rand(2, 32) - 1)
     found = [
-        torch.einsum("nhd,thd->hnt", queries, restore(own) - keys).square().mean()
-        for own in (code_keys(keys, rate, queries.square().mean(0)), code_keys(keys, rate))
+        torch.einsum("nhd,thd->hnt", queries, restore(codes) - keys).square().mean()
+        for codes in (code_keys(keys, rate, queries.square().mean(0)), code_keys(keys, rate))
     ]
     assert found[0] < 0.9 * found[1]
 
@@ -144,8 +144,8 @@ def test_packed_parts_are_where_the_format_says(width: int) -> None:
     packed, rows = pack(parts, width), GROUP_TOKENS * width // 8
     assert packed.shape == (3, rows, 5)
     for token in range(GROUP_TOKENS):
-        own = packed[:, token % rows] >> (token // rows * width) & (2**width - 1)
-        assert torch.equal(own, parts[:, token])
+        part = packed[:, token % rows] >> (token // rows * width) & (2**width - 1)
+        assert torch.equal(part, parts[:, token])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -61,7 +61,7 @@ STEPS: dict[str, Callable[[World], object]] = {
     "suspect": lambda w: w.health.suspect(w.segment),
     "evicted": lambda w: w.health.suspects.clear(),
 }
-VERDICTS = {own.value for own in Verdict}
+VERDICTS = {verdict.value for verdict in Verdict}
 # What happens, with seconds in between; then the states of disk and segment, and what is due.
 HISTORIES = {
     "1": "ok ready",

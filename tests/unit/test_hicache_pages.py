@@ -50,8 +50,8 @@ def load(pages: PageStore, *numbers: int, size: int = SIZE) -> list[int]:
 
     found = pages.get(keys(*numbers), put)
     assert [place in got for place in range(len(numbers))] == found
-    for place, own in got.items():
-        assert own == content(numbers[place], size)
+    for place, page in got.items():
+        assert page == content(numbers[place], size)
     return [numbers[place] for place in sorted(got)]
 
 
@@ -72,16 +72,17 @@ def opened(
 ) -> Iterator[Open]:
     """Opens stores in one directory; each look for packs of others is made."""
     monkeypatch.setattr(pages_module, "SCAN_SECONDS", -1.0)
-    own: list[PageStore] = []
+    stores: list[PageStore] = []
 
     def open_pages(identity: str = IDENTITY, gb: float = 1.0, **how: object) -> PageStore:
         how = {"patience": 20.0, "files": files} | how
-        own.append(PageStore(tmp_path, identity, ssd_bytes=int(gb * 1e9), **how))  # type: ignore[arg-type]
-        return own[-1]
+        pages = PageStore(tmp_path, identity, ssd_bytes=int(gb * 1e9), **how)  # type: ignore[arg-type]
+        stores.append(pages)
+        return pages
 
     yield open_pages
     files.faults.clear()
-    for pages in own:
+    for pages in stores:
         pages.close()
 
 
@@ -106,7 +107,7 @@ def test_what_is_stored_is_not_written_again(opened: Open, tmp_path: Path) -> No
     # Of a part, the rest; of the same page twice, one.
     assert store(pages, 2, 3, 3) == [True] * 3
     assert (
-        sum(own.stat().st_size for own in packs(tmp_path)) == pack_bytes([SIZE] * 2) + PACK_OF_ONE
+        sum(pack.stat().st_size for pack in packs(tmp_path)) == pack_bytes([SIZE] * 2) + PACK_OF_ONE
     )
     assert load(pages, 1, 2, 3) == [1, 2, 3]
 
@@ -286,8 +287,8 @@ def test_a_directory_that_cannot_be_used_is_refused(opened: Open, tmp_path: Path
 
 def test_a_page_in_two_packs_may_lose_both(opened: Open) -> None:
     first, second = opened(), opened()
-    for own in (first, second):
-        assert store(own, 1) == [True]
+    for pages in (first, second):
+        assert store(pages, 1) == [True]
     third = opened()
     assert third.has(keys(1)) == [True]
     names = sorted(third._packs)

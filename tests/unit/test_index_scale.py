@@ -137,14 +137,14 @@ def large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def segments() -> int:
     """Of trees, as far as Python looks for garbage."""
-    return sum(type(own) is StoredSegment for own in gc.get_objects())
+    return sum(type(found) is StoredSegment for found in gc.get_objects())
 
 
 class Cycle:
     """Garbage that only a look finds."""
 
     def __init__(self) -> None:
-        self.own = self
+        self.itself = self
 
 
 def test_python_looks_for_no_garbage_in_a_large_index(bench: Workbench, large: None) -> None:
@@ -169,12 +169,12 @@ def test_a_match_passes_a_segment_in_one_step(monkeypatch: pytest.MonkeyPatch) -
     check_tree(tree)
     steps = calls_of(monkeypatch, tree_module, "_choices")
 
-    for own in (1, 2, 100, 199):
+    for common in (1, 2, 100, 199):
         for end in ([], [1000], [2000]):
-            match = tree.match("", as_tokens(tokens[:own] + end))
-            assert [len(span) for span in match.spans] == [own] + [1] * (end == [1000])
+            match = tree.match("", as_tokens(tokens[:common] + end))
+            assert [len(span) for span in match.spans] == [common] + [1] * (end == [1000])
             assert [span.segment.segment_id for span in match.spans][1:] == [
-                f"left {own}" for _ in match.spans[1:]
+                f"left {common}" for _ in match.spans[1:]
             ]
 
     assert len(steps) == 4 * (1 + 2 + 2)
@@ -195,8 +195,8 @@ def test_states_are_found_without_a_look_at_each_place(monkeypatch: pytest.Monke
     long = stored_segment("long", tokens)
     assert tree.insert(long, NO_TOKENS)
     for left in range(1, 1000):
-        own, state = [1000 + left], SegmentState.PENDING if left > 700 else SegmentState.READY
-        assert tree.attach(stored_segment(f"left {left}", own, tokens[:left]), long)
+        last, state = [1000 + left], SegmentState.PENDING if left > 700 else SegmentState.READY
+        assert tree.attach(stored_segment(f"left {left}", last, tokens[:left]), long)
         if left > 650 and left % 5:
             late = stored_segment(f"state {left}", [STATE_TOKEN], tokens[:left], state=state)
             assert tree.attach(late, long)
@@ -356,7 +356,7 @@ def used(bench: Workbench) -> PrefixStore:
 def looked(used: PrefixStore, monkeypatch: pytest.MonkeyPatch) -> list[StoredSegment]:
     found: list[StoredSegment] = []
     check = used.tree.check
-    monkeypatch.setattr(used.tree, "check", lambda own: found.append(own) or check(own))
+    monkeypatch.setattr(used.tree, "check", lambda segment: found.append(segment) or check(segment))
     # That looks at all of them, after each offer of these tests.
     monkeypatch.setattr(store_factory, "check_store", lambda store: None)
     return found
@@ -369,7 +369,7 @@ def test_a_step_looks_at_few_and_all_have_their_turn(
     for _ in used.check_steps():
         counts.append(len(looked))
     assert counts[:3] == [8, 16, 20] and counts[-1] == 20
-    assert {own.segment_id for own in looked} == {own.segment_id for own in used.tree.segments()}
+    assert {s.segment_id for s in looked} == {s.segment_id for s in used.tree.segments()}
     assert len(counts) == 3, "caches of a few chunks are one step"
 
 
@@ -394,21 +394,19 @@ def _wrong_heap(store: PrefixStore, _: StoredSegment) -> None:
 DAMAGE: dict[str, Callable[[PrefixStore, StoredSegment], object]] = {
     "bytes": lambda store, _: setattr(store.quota, "pending_bytes", 1),
     "bytes of the tree": lambda store, _: setattr(store.tree, "file_bytes", 1),
-    "a write": lambda _, own: setattr(own, "state", SegmentState.PENDING),
-    "a second look": lambda _, own: setattr(own, "state", SegmentState.SUSPECT),
-    "more tokens": lambda _, own: object.__setattr__(own.info, "tokens", as_tokens(range(17))),
-    "another namespace": lambda _, own: object.__setattr__(own.info, "namespace", "b"),
-    "exact below approximate": lambda _, own: object.__setattr__(
-        own.parent.info, "quality", COARSE
-    ),
-    "lost without being a hole": lambda _, own: setattr(own, "state", SegmentState.LOST),
-    "a level": lambda _, own: setattr(own, "level", Priority.LOW),
-    "what builds on it": lambda _, own: own.parent.dependents.__setitem__(1, 0),  # type: ignore
-    "an order": lambda store, own: store.tree.order.remove(own),
-    "a use": lambda _, own: setattr(own, "last_access", 10**6),
-    "tokens": lambda _, own: object.__setattr__(own.info, "tokens", own.info.tokens + 1),
-    "a parent": lambda _, own: setattr(own, "parent", None),
-    "a version": lambda store, own: store.segments.acquire(own).__setattr__("readers", 0),
+    "a write": lambda _, s: setattr(s, "state", SegmentState.PENDING),
+    "a second look": lambda _, s: setattr(s, "state", SegmentState.SUSPECT),
+    "more tokens": lambda _, s: object.__setattr__(s.info, "tokens", as_tokens(range(17))),
+    "another namespace": lambda _, s: object.__setattr__(s.info, "namespace", "b"),
+    "exact below approximate": lambda _, s: object.__setattr__(s.parent.info, "quality", COARSE),
+    "lost without being a hole": lambda _, s: setattr(s, "state", SegmentState.LOST),
+    "a level": lambda _, s: setattr(s, "level", Priority.LOW),
+    "what builds on it": lambda _, s: s.parent.dependents.__setitem__(1, 0),  # type: ignore
+    "an order": lambda store, s: store.tree.order.remove(s),
+    "a use": lambda _, s: setattr(s, "last_access", 10**6),
+    "tokens": lambda _, s: object.__setattr__(s.info, "tokens", s.info.tokens + 1),
+    "a parent": lambda _, s: setattr(s, "parent", None),
+    "a version": lambda store, s: store.segments.acquire(s).__setattr__("readers", 0),
     "a cache": _wrong_heap,
 }
 

@@ -255,16 +255,16 @@ OVERLAPS = [
 
 @pytest.mark.parametrize(("tokens", "start", "common"), OVERLAPS)
 def test_who_needs_the_same_tokens_joins(tokens: Path, start: int, common: int | None) -> None:
-    own, new = new_job(prompt(1, 8)), new_job(tokens, start)
-    assert overlapping([own], new, 2) == ((new, new.stop) if common is None else (own, common))
+    old, new = new_job(prompt(1, 8)), new_job(tokens, start)
+    assert overlapping([old], new, 2) == ((new, new.stop) if common is None else (old, common))
 
 
 def test_who_needs_earlier_tokens_joins_a_job_that_waits() -> None:
     """It will begin behind what is resident then."""
-    own, new = new_job(prompt(1, 8), 4), new_job(prompt(1, 8))
-    assert overlapping([own], new, 2) == (own, 8)
-    own.state = JobState.LOADING
-    assert overlapping([own], new, 2) == (new, 8)
+    old, new = new_job(prompt(1, 8), 4), new_job(prompt(1, 8))
+    assert overlapping([old], new, 2) == (old, 8)
+    old.state = JobState.LOADING
+    assert overlapping([old], new, 2) == (new, 8)
 
 
 def test_nobody_joins_a_job_of_others() -> None:

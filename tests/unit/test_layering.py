@@ -102,7 +102,7 @@ def test_the_reader_of_imports_finds_them() -> None:
 
 def test_no_module_outside_plugin_imports_sglang() -> None:
     core = [module for module in MODULES if unit_of(module) != "plugin"]
-    found = {(own, name) for own in core for name in imports_of(own)}
+    found = {(module, name) for module in core for name in imports_of(module)}
     assert [pair for pair in found if pair[1].split(".")[0] == "sglang"] == []
 
 
@@ -127,18 +127,18 @@ def test_a_part_that_not_every_server_has_is_imported_where_it_is_chosen(part: s
     chooser = OPTIONAL[part]
     inside = {module for module in MODULES if f".{part}." in f"{module}."}
     assert len(inside) > 5
-    found = {own for own in MODULES if own not in inside and own_imports(own) & inside}
+    found = {module for module in MODULES if module not in inside and own_imports(module) & inside}
     assert found == {chooser}
     tree = ast.parse(MODULES[chooser].read_text())
-    functions = [own for own in ast.walk(tree) if isinstance(own, ast.FunctionDef)]
-    within = {node for own in functions for node in ast.walk(own)}
-    imports = [own for own in ast.walk(tree) if isinstance(own, ast.ImportFrom)]
-    ours = [own for own in imports if f".{part}." in f".{own.module}."]
+    functions = [function for function in ast.walk(tree) if isinstance(function, ast.FunctionDef)]
+    within = {node for function in functions for node in ast.walk(function)}
+    imports = [statement for statement in ast.walk(tree) if isinstance(statement, ast.ImportFrom)]
+    ours = [statement for statement in imports if f".{part}." in f".{statement.module}."]
     assert ours and within.issuperset(ours)
 
 
 def test_kernels_of_the_paper_are_loaded_by_nobody_else() -> None:
-    found = {own for own in MODULES if "impress_sglang.triton.scores" in own_imports(own)}
+    found = {module for module in MODULES if "impress_sglang.triton.scores" in own_imports(module)}
     assert found == {"impress_sglang.paper.request"}
 
 
@@ -158,18 +158,18 @@ WIDE_CLASSES = {"OpenSegments", "KVShape", "FileSystem", "SegmentLayout", "Store
 
 
 def public_methods(node: ast.ClassDef) -> set[str]:
-    functions = (own for own in node.body if isinstance(own, ast.FunctionDef))
-    return {own.name for own in functions if not own.name.startswith("_")}
+    functions = (function for function in node.body if isinstance(function, ast.FunctionDef))
+    return {function.name for function in functions if not function.name.startswith("_")}
 
 
 def test_files_are_short() -> None:
     lines = {path: path.read_text().count("\n") for path in PACKAGE.rglob("*.py")}
-    long = {str(path.relative_to(PACKAGE)) for path, own in lines.items() if own > MOST_LINES}
+    long = {str(path.relative_to(PACKAGE)) for path, count in lines.items() if count > MOST_LINES}
     assert not long
 
 
 def test_classes_have_few_public_methods() -> None:
     trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
-    classes = [own for tree in trees for own in ast.walk(tree) if isinstance(own, ast.ClassDef)]
-    wide = {own.name for own in classes if len(public_methods(own)) > MOST_PUBLIC_METHODS}
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    wide = {node.name for node in classes if len(public_methods(node)) > MOST_PUBLIC_METHODS}
     assert wide <= WIDE_CLASSES

@@ -62,13 +62,13 @@ def test_slots_get_what_the_other_loader_would_put_there(
 ) -> None:
     desk = make(**caches)
     desk.put(FIRST, SECOND, OTHER)
-    for own in CLASSES:
+    for kv_class in CLASSES:
         desk.empty()
         for tokens, start in ((OTHER, 0), (SECOND, 0), (SECOND, 72), (FIRST, 16), (OTHER, 149)):
-            job = desk.load(tokens, own, start)
+            job = desk.load(tokens, kv_class, start)
             desk.check(job)
             assert job.reads.ssd_bytes + job.reads.host_chunks + job.reads.device_chunks > 0
-            assert job.bits == own.bits
+            assert job.bits == kv_class.bits
         assert desk.pools.empty(desk.free), "nothing else was written"
     check_store(desk.store)
 
@@ -112,7 +112,7 @@ def test_what_a_drive_does_ends_jobs_and_not_the_loader(
     desk = make(readahead=readahead)
     desk.put(FIRST, OTHER)
     with desk.faults.injected(dataclasses.replace(rule, hits=0, seen=0)):
-        jobs = [desk.begin(tokens, own) for tokens in (FIRST, OTHER) for own in CLASSES[:2]]
+        jobs = [desk.begin(tokens, of) for tokens in (FIRST, OTHER) for of in CLASSES[:2]]
         desk.wait(*jobs)
     # What is missing of a short read is read again.
     assert rule.fault == "short" or any(job.state is JobState.FAILED for job in jobs)
@@ -128,15 +128,15 @@ def test_what_a_drive_does_ends_jobs_and_not_the_loader(
 
 
 class TestRevoking:
-    @pytest.mark.parametrize("own", [KVClass(), KVClass(6.0)], ids=["exact", "codes"])
+    @pytest.mark.parametrize("kv_class", [KVClass(), KVClass(6.0)], ids=["exact", "codes"])
     @pytest.mark.parametrize("after", [0, 1, 2])
-    def test_while_the_drive_hangs(self, make: Make, own: KVClass, after: int) -> None:
+    def test_while_the_drive_hangs(self, make: Make, kv_class: KVClass, after: int) -> None:
         """It returns at once, and whoever gets the slots then keeps what it writes."""
         desk = make(readahead=0.0)
         desk.put(FIRST, OTHER)
         hang = Rule("hang", "block", after=after)
         with desk.faults.injected(hang):
-            job = desk.begin(OTHER, own)
+            job = desk.begin(OTHER, kv_class)
             wait_until(lambda: hang.hits)
             began = time.monotonic()
             job.revoke()
@@ -147,7 +147,7 @@ class TestRevoking:
         desk.wait(job)
         assert job.state is JobState.DROPPED and job.error is None
         assert all(bool((rows == 5.0).all()) for rows in desk.pools.rows(job.target))
-        desk.check(desk.load(FIRST, own))
+        desk.check(desk.load(FIRST, kv_class))
 
     def test_at_any_time(self, make: Make) -> None:
         """What is written after it returns was written by others."""
@@ -155,9 +155,9 @@ class TestRevoking:
         desk.put(OTHER)
         desk.load(OTHER, KVClass(6.0))
         for number in range(60):
-            own = CLASSES[number % 2]
+            kv_class = CLASSES[number % 2]
             desk.empty()
-            job = desk.begin(OTHER, own)
+            job = desk.begin(OTHER, kv_class)
             time.sleep(number * 4e-5)
             job.revoke()
             assert job.target is not None
@@ -291,12 +291,12 @@ def test_the_scheduler_goes_on_meanwhile(make: Make, caches: str) -> None:
             store.summary()
             store.cache.summary()
             if len(jobs) < 3:
-                own = CLASSES[chance.integers(len(CLASSES))]
+                kv_class = CLASSES[chance.integers(len(CLASSES))]
                 start = int(chance.integers(match.num_tokens))
-                job = desk.job_of(tokens[: match.num_tokens], match, own, start)
+                job = desk.job_of(tokens[: match.num_tokens], match, kv_class, start)
                 desk.loader.begin(job)
                 jobs.append(job)
-        for job in [own for own in jobs if own.done.is_set()]:
+        for job in [begun for begun in jobs if begun.done.is_set()]:
             jobs.remove(job)
             loaded += desk.check_or_gone(job)
             assert job.target is not None

@@ -140,9 +140,9 @@ class Setting:
 
     def scores(self, layer: int) -> np.ndarray:
         """Column sums [Hq, m] of all heads, in float64."""
-        own = self.asking
-        keys = self.keys[layer], own.resident_keys, own.new_keys
-        return dense_sums(own.queries, *keys, own.scaling)
+        asking = self.asking
+        keys = self.keys[layer], asking.resident_keys, asking.new_keys
+        return dense_sums(asking.queries, *keys, asking.scaling)
 
     def probe_query_heads(self) -> list[int]:
         size = self.shape.group_size
@@ -157,9 +157,9 @@ class Setting:
     def check(self, layer: int, loaded: LoadedLayer, tokens: Tensor) -> None:
         """Each head has the rows of its set, and each head group those of its heads."""
         sets = tokens.expand(self.shape.num_kv_heads, -1)
-        for head, own in enumerate(sets):
-            assert torch.equal(loaded.keys[:, head], self.keys[layer][own, head])
-            assert torch.equal(loaded.values[:, head], self.values[layer][own, head])
+        for head, rows in enumerate(sets):
+            assert torch.equal(loaded.keys[:, head], self.keys[layer][rows, head])
+            assert torch.equal(loaded.values[:, head], self.values[layer][rows, head])
         everything = sorted(set(sets.flatten().tolist()))
         groups = [everything] if self.shape.probe_kv_heads else sets.tolist()
         assert loaded.selected.tolist() == groups
@@ -211,11 +211,11 @@ def test_the_tokens_are_those_of_the_dense_reference(
     if agreed:
         rank = [(sum(t in s for s in sets), probe[:, t].sum()) for t in range(M)]
         best = sorted(sorted(range(M), key=lambda t: rank[t], reverse=True)[:k])
-        own = [best] * setting.shape.num_kv_heads
+        chosen = [best] * setting.shape.num_kv_heads
     else:
         by_head = scores.reshape(setting.shape.num_kv_heads, -1, M).sum(1)
-        own = [sorted(np.argsort(-row)[:k].tolist()) for row in by_head]
-    setting.check(1, loaded, torch.tensor(own))
+        chosen = [sorted(np.argsort(-row)[:k].tolist()) for row in by_head]
+    setting.check(1, loaded, torch.tensor(chosen))
     selected = loaded.selected.tolist()
     keys = ("keys", selected if agreed else None)
     assert source.asked == [("probe", None)] * bool(sets) + [keys, ("values", selected)]
@@ -258,16 +258,16 @@ def note(
     first: int = 0,
 ) -> None:
     """A layer has selected these tokens of each head group, after the `first` of a prefix."""
-    k = max(len(own) for own in selected) + 2
+    k = max(len(tokens) for tokens in selected) + 2
     tokens = [
         [
             *range(first > 0),
-            *(first + token for token in sorted(own)),
+            *(first + token for token in sorted(of_group)),
             *range(first + count, first + count + k),
         ]
-        for own in selected
+        for of_group in selected
     ]
-    history.observe(layer, start, count, np.array([own[:k] for own in tokens]), first, scores)
+    history.observe(layer, start, count, np.array([row[:k] for row in tokens]), first, scores)
 
 
 def averaged(observations: Sequence[float]) -> float:
@@ -314,11 +314,11 @@ def test_averages_are_those_of_the_definition(data: st.DataObject) -> None:
                 sorted(data.draw(st.sets(st.integers(0, count - 1)))) for _ in range(head_groups)
             ]
             note(history, layer, *drawn, start=start, count=count, first=first)
-            for own, selected in zip(seen[head_groups * layer :], drawn, strict=False):
+            for observed, selected in zip(seen[head_groups * layer :], drawn, strict=False):
                 for token in range(count):
-                    own[start + token].append(float(token in selected))
+                    observed[start + token].append(float(token in selected))
 
-    expected = np.array([[averaged(token) for token in own] for own in seen])
+    expected = np.array([[averaged(token) for token in tokens] for tokens in seen])
     np.testing.assert_allclose(
         history.average, expected.reshape(2, head_groups, size), rtol=0, atol=NEAR
     )

@@ -20,11 +20,11 @@ from tests.unit.store_checks import check_lookahead, check_store
 from tests.unit.store_factory import Workbench, gb, look_up
 
 SEGMENTS = [stored_segment(name, range(40), shape=make_shape()) for name in "ab"]
-RANGES = st.tuples(st.integers(0, 9), st.integers(1, 5)).map(lambda own: (own[0], sum(own)))
+RANGES = st.tuples(st.integers(0, 9), st.integers(1, 5)).map(lambda pair: (pair[0], sum(pair)))
 
 
 def spans(*wanted: tuple[int, tuple[int, int]]) -> list[StoredSpan]:
-    return [StoredSpan(SEGMENTS[number], *own) for number, own in wanted]
+    return [StoredSpan(SEGMENTS[number], *span) for number, span in wanted]
 
 
 def turns_in_order(lookahead: LookAhead, rids: Sequence[str]) -> list[int]:
@@ -107,7 +107,7 @@ def test_the_next_turn_is_that_of_the_first_who_waits(steps: list[object]) -> No
         if isinstance(step, tuple):
             rid, ranges = step
             # Of a segment a request waits for one range.
-            ranges = list({number: (number, own) for number, own in ranges}.values())
+            ranges = list({number: (number, tokens) for number, tokens in ranges}.values())
             lookahead.wait(rid, spans(*ranges))
             wanted[rid] = ranges
         else:
@@ -115,18 +115,18 @@ def test_the_next_turn_is_that_of_the_first_who_waits(steps: list[object]) -> No
             queue = step
             lookahead.order(queue)
         check_lookahead(lookahead)
-        told.update((own, lookahead.ranges(own)) for own in lookahead.take_changed())
+        told.update((name, lookahead.ranges(name)) for name in lookahead.take_changed())
 
     for number, name in enumerate("ab"):
         turns = turns_of(15, 1, told.get(name, []))
         for token in range(15):
-            own = [
+            waiting = [
                 rid
                 for rid, ranges in wanted.items()
                 for place, (start, stop) in ranges
                 if place == number and start <= token < stop
             ]
-            assert turns[token] == min(map(lookahead.turn, own), default=NOBODY)
+            assert turns[token] == min(map(lookahead.turn, waiting), default=NOBODY)
         places = {place for ranges in wanted.values() for place, _ in ranges}
         assert (name in lookahead) == (number in places)
     assert sorted(queue, key=lookahead.turn) == queue
