@@ -363,9 +363,9 @@ def test_a_failure_of_several_reads_is_told_once(
         both.reset()
         bucket.fails = lambda what, name, fails=fails: fails
         readers = [BackgroundThread("reader") for _ in range(2)]
-        for own in [own.submit(bucket.list, "x") for own in readers]:
-            assert bool(own.exception()) is fails
-        assert all(own.close(10) for own in readers)
+        for asked in [reader.submit(bucket.list, "x") for reader in readers]:
+            assert bool(asked.exception()) is fails
+        assert all(reader.close(10) for reader in readers)
         assert len(caplog.messages) == 2 - fails
     assert "fails" in caplog.messages[0] and "answers again" in caplog.messages[1]
 

@@ -94,7 +94,7 @@ def test_equal_hashes_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def same(hashes: PrefixHashes, namespace: str, tokens: Tokens, length: int) -> Hashes:
         return np.zeros(max(len(tokens) - length + 1, 0), np.uint64)
 
-    def same_apart(own: PrefixHashes, namespace: str, tokens: Tokens, length: int) -> Hashes:
+    def same_apart(hashes: PrefixHashes, namespace: str, tokens: Tokens, length: int) -> Hashes:
         return np.zeros(len(tokens) // length, np.uint64)
 
     monkeypatch.setattr(PrefixHashes, "all_windows", same)
@@ -136,7 +136,7 @@ def test_tables_fit_what_is_there_and_change_in_small_steps(
         assert len(index._tables) <= 2
         assert sum(len(keys) for (_, keys, _), _ in counted) <= 5 * windows
         counted.clear()
-        places = sum(len(own) for own in index._tables)
+        places = sum(len(table) for table in index._tables)
         assert places <= max(100 * len(index), 3 << 12)
 
     for number, segment in enumerate(segments):
@@ -153,7 +153,7 @@ def test_tables_fit_what_is_there_and_change_in_small_steps(
         index.add(segment)
         assert len(index._tables) <= 2
     check_content(index)
-    assert sum(len(own) for own in index._tables) <= 3 << 13 < largest
+    assert sum(len(table) for table in index._tables) <= 3 << 13 < largest
     for segment in segments[:20]:
         assert places(find(index, segment.info.tokens))[0][2] == segment.segment_id
 
