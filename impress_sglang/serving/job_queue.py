@@ -149,8 +149,7 @@ class JobQueue(Generic[_Waiter]):
         `queue`: all requests, in order.
         """
         for job in ended:
-            if not job.computes or job.state is not JobState.LOADED:
-                self._finish(job)
+            self._finish(job)
         self._admissible = None
         if any(self._held) or any(job.state is JobState.WAITING for job in self.jobs):
             self._grant(queue)

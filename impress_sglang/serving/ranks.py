@@ -179,12 +179,12 @@ class Agreement:
             agreed[plan] = Wish(stop, bool(loads), None if wait < 0 else wait / _MICROSECONDS)
         ended, slower = list[LoadJob](), list[LoadJob]()
         for job, (has_ended, is_whole, is_worth) in zip(jobs, threes, strict=True):
-            if has_ended:
-                if not is_whole:
-                    job.state = JobState.FAILED
-                elif job.revoked:
-                    # A rank may have filled its slots before they were revoked.
-                    job.state = JobState.DROPPED
+            if has_ended and not is_whole:
+                job.state = JobState.FAILED
+            elif has_ended and job.revoked:
+                # A rank may have filled its slots before they were revoked.
+                job.state = JobState.DROPPED
+            if has_ended and not (job.computes and job.state is JobState.LOADED):
                 ended.append(job)
             elif not is_worth:
                 slower.append(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,6 +106,24 @@ def test_a_block_is_computed_between_two_passes(
     world.compute(req)
     world.end(req)
     assert world.service.estimator.blending.observations == 1
+
+
+@one_page_size
+def test_a_blend_gives_way_if_computing_the_rest_of_it_is_slower(
+    world: TreeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Than computing all of its prompt."""
+    world.service.estimator.computing.observe(100, 5050.0, 0.01)
+    req = world.request("r", PROMPT, **ASKED)
+    job = read(world, req, monkeypatch)
+    world.service.config = dataclasses.replace(world.config, load="faster")
+    world.poll()
+    assert not job.revoked and world.waits(req), "it takes as long as was estimated"
+    job.estimate = dataclasses.replace(job.estimate, compute=1e3)
+    world.poll()
+    assert job.revoked
+    told = world.serve(req)
+    assert told["why"]["reason"] == "blend_slower" and told["path"] == "computed"
 
 
 @one_page_size

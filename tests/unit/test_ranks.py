@@ -158,6 +158,26 @@ def test_rank_0_decides_and_the_least_counts() -> None:
     assert len(heard[0]) == len(heard[1])
 
 
+@pytest.mark.parametrize(
+    ("state", "revoked", "end"),
+    [
+        (JobState.LOADED, False, None),
+        (JobState.LOADED, True, JobState.DROPPED),
+        (JobState.FAILED, False, JobState.FAILED),
+    ],
+)
+def test_a_job_that_is_read_and_still_computed_may_be_slow(
+    monkeypatch: pytest.MonkeyPatch, state: JobState, revoked: bool, end: JobState | None
+) -> None:
+    own = job(state)
+    monkeypatch.setattr(own, "computes", True)
+    if revoked:
+        own.revoke()
+    agreed = Agreement(Ranks()).agree({}, [own], [own], ())
+    assert (agreed.ended, agreed.slow) == (([own], []) if end else ([], [own]))
+    assert own.state is (end or state)
+
+
 class TestRanks:
     @pytest.mark.parametrize("other", [False, True])
     def test_all_and_any(self, other: bool) -> None:
