@@ -1,7 +1,7 @@
-"""Decides which layers of which requests are read before they ask, within memory.
+"""Decides which layers of which requests are read ahead, within a memory limit.
 
-That changes when bytes are read, never which tokens a layer uses. Of the running requests the one
-goes first that has least read ahead of its current layer, then waiting ones, in queue order.
+This changes when bytes are read, never which tokens a layer uses. The running request with the
+fewest layers read ahead of its current layer comes first, then waiting ones in queue order.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ class ReadAhead:
     def __init__(self, pool: BufferPool, *, enabled: bool) -> None:
         self._pool = pool
         self.enabled = enabled
-        """Whether anything is read ahead."""
-        # Whether a request uses a source, or only waits for it.
+        """Whether to read ahead at all."""
+        # Whether a request uses the source already, or only waits for it.
         self._live: dict[StoredSource, bool] = {}
 
     def join(self, source: StoredSource) -> None:
-        """Note that a request begins to use a source, which may have waited until now."""
+        """Add the source of a running request; it may have been waiting until now."""
         self.leave(source)
         self._live[source] = True
         self.top_up()

@@ -1,7 +1,7 @@
-"""Codes KVs by a basis when they are stored, and puts what is restored into slots of a pool.
+"""Codes KVs by a basis when they are stored, and restores them into slots of a pool.
 
-Keys are coded as at position 0, because rotation would mix what the basis keeps apart; they are
-turned to where they stood before they enter slots.
+Keys are coded as at position 0, because rotation would mix features that the basis separates; they
+are rotated to their positions before they enter slots.
 """
 
 from __future__ import annotations
@@ -32,24 +32,21 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.codecs import Energy
 from impress_sglang.transfer.sources import Piece
 
-# Tokens that a CPU restores at once: what is between its loops stays in a cache.
+# Tokens that a CPU restores per step: data between its loops stay in a cache.
 TILE_TOKENS = 512
-# Segments are unlike what their basis knows if `codes.rows.coder.fit_of` is larger than this on
-# average over layers, or in one of them. New text of known kinds has 1.4 to 2.5 on average, and up
-# to 4 in some layer; languages that the calibration had not, 2.7 to 5 (docs/results.md).
+# Segments do not fit their basis if `codes.rows.coder.fit_of` is larger than this on average over
+# layers, or in one of them. New text of known kinds has 1.4 to 2.5 on average, and up to 4 in some
+# layer; languages missing from the calibration, 2.7 to 5 (docs/results.md).
 WORST_MEAN_FIT, WORST_FIT = 3.0, 16.0
 
 
 def is_unlike(fits: Float32s) -> bool:
-    """Whether a segment is unlike what its basis knows, by the fits of its layers, if it has any.
-
-    Its codes then say too little.
-    """
+    """Whether codes of a segment are too inexact, by the fits of its layers, if it has any."""
     return len(fits) > 0 and bool(fits.mean() > WORST_MEAN_FIT or fits.max() > WORST_FIT)
 
 
 def shape_by(basis: Basis, shape: KVShape) -> KVShape:
-    """The shape of a model's KVs if they are coded by a basis.
+    """Return the shape of a model's KVs if they are coded by a basis.
 
     It raises `ConfigError` if the basis is for KVs of another shape.
     """
@@ -68,36 +65,36 @@ def shape_by(basis: Basis, shape: KVShape) -> KVShape:
 
 
 class BasisCodec:
-    """A basis, and how the model that it was fitted to rotates its keys: a `codecs.Codec`.
+    """A `codecs.Codec` with a basis and the key rotation of its model.
 
-    It restores with compiled loops and products of torch, or with two kernels for each layer, which
-    wait for nothing.
+    It restores with compiled loops and products of torch, or with two kernels per layer, without
+    waiting.
     """
 
-    # Most bases find random KVs unlike all that they know.
+    # Most bases do not fit random KVs at all.
     by_energy, worst_error = False, math.inf
     instead = "no --impress-basis"
 
     def __init__(
         self, basis: Basis, rotation: KeyRotation, beyond: int = 0, *, kernels: bool | None = None
     ) -> None:
-        """`basis` is on the CPU. KVs are stored as those of a token so many positions behind.
+        """`basis` is on the CPU. KVs are stored as those of the token `beyond` positions later.
 
-        `kernels`: whether kernels restore; None: on a GPU.
+        `kernels`: whether kernels restore; None means on a GPU.
         """
         self.basis = basis
         self.rotation = rotation
         self.beyond = beyond
         self._kernels = kernels
-        # What restores takes of each layer, where the pools are.
+        # Tables to restore each layer, on the device of the pools.
         self._tables: list[Any] = []
 
     def positions(self, first: int, count: int) -> Tensor:
-        """Where the tokens stood whose KVs are stored as those from token `first` on."""
+        """Positions of the tokens whose KVs are stored as those from token `first` on."""
         return torch.arange(first - self.beyond, first - self.beyond + count).clamp_min(0)
 
     def rule(self, first: int, energy: Energy, *, alone: bool = False) -> CodingRule:
-        """See `Codec.rule`; codes say too little of what is unlike what the basis knows."""
+        """See `Codec.rule`; codes of KVs that do not fit the basis are too inexact."""
         basis, rotation, total = self.basis, self.rotation, 0.0
         below: Tensor | None = None
         turns: Turns | None = None
@@ -105,15 +102,15 @@ class BasisCodec:
         def code(layer: int, keys: Tensor, values: Tensor) -> Coding:
             nonlocal below, turns, total
             if turns is None:
-                # Of all layers.
+                # Same for all layers.
                 places = self.positions(first, len(keys))
                 turns = rotation.turns(places, torch.zeros_like(places)).to(keys.device)
             kvs = rotation.move(keys.float(), turns), values
             rows, below = encode_layer(basis, layer, below, kvs)
-            # Sinks are unlike everything, but what is loaded of them is exact.
+            # Sinks never fit, but are loaded exactly.
             fit = fit_of(basis, layer, rows[max(SINK_TOKENS - first, 0) :])
             total += fit
-            # Layers that are to come do not make it better.
+            # Later layers cannot lower the sum.
             if alone and (fit > WORST_FIT or total > WORST_MEAN_FIT * basis.num_layers):
                 raise NotCodable(
                     "it is unlike what the basis knows, and its exact KVs are not kept"
@@ -125,10 +122,10 @@ class BasisCodec:
     def restore(
         self, layer: int, pieces: Sequence[Piece], rows: Rows, state: Any = None
     ) -> tuple[Tensor, Turns]:
-        """See `Codec.restore`; all tensors are where the pools are.
+        """See `Codec.restore`; all tensors are on the device of the pools.
 
-        The state is what the layer was restored to, less its mean, bfloat16 [t, X], which the next
-        call may overwrite; and the turns of keys to where they stood when they were stored.
+        The state is the restored layer, less its mean, bfloat16 [t, X], which the next call may
+        overwrite; and the turns of keys to their positions when they were stored.
         """
         device = rows.slots.device
         if not self._tables:
@@ -187,8 +184,8 @@ class BasisCodec:
         return restored
 
     def _factors(self, tables: Any, groups: Tensor, below: Tensor | None) -> Tensor:
-        """What is multiplied to restore rows: components, and `below`; bfloat16 [t, C + X]."""
-        # Its end has zeros, which no loop changes.
+        """Factors of the product that restores rows: components and `below`, bfloat16 [t, C + X]."""
+        # Zeros at the end are not changed by loops.
         parts = torch.zeros(len(groups), tables.parts, dtype=torch.uint8)
         components = torch.empty(len(groups), int(tables.bounds[-1]))
         arrays = tables.areas, tables.runs, tables.bounds, CURVES, GAIN_TABLE

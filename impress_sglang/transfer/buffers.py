@@ -1,7 +1,8 @@
-"""Layer buffers: memory that holds images of a layer of some segments, filled block by block.
+"""Layer buffers: memory for images of a layer of some segments, filled block by block.
 
-A block is placed in its image as in its layer on disk, so that blocks read ahead, blocks read now
-and the rows taken out need no copies. Areas are pooled: fresh memory costs as much as reading.
+A block has the same offset in its image as in its layer on disk, so that blocks read ahead, blocks
+read now and the rows taken out need no copies. Areas are pooled: fresh memory costs as much as
+reading.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _NO_READ = -1
 
 
 class PooledMemory(AlignedMemory):
-    """The memory of an area, also viewed as blocks."""
+    """Memory of an area, also viewed as blocks."""
 
     def __init__(self, num_bytes: int, *, pin: bool = False) -> None:
         """`pin` locks it, so that an accelerator can read it by itself."""
@@ -40,12 +41,12 @@ class PooledMemory(AlignedMemory):
 
 
 class BufferPool:
-    """At most `limit_bytes` for areas: open ones, closed ones that are still being filled or read
-    by a device, and free ones that are kept for later.
+    """At most `limit_bytes` of areas: open ones, closed ones that are still being filled or read
+    by a device, and free ones kept for reuse.
 
-    Reading ahead first asks whether there is room. What a layer cannot do without it gets in any
-    case: other areas are taken away, the latest first, and read again if they are needed. One
-    thread uses a pool.
+    Reading ahead first checks for room. Memory that a layer cannot do without is always found:
+    other areas are taken away, the latest first, and read again if necessary. One thread uses a
+    pool.
     """
 
     def __init__(self, limit_bytes: int, *, pin: bool = False) -> None:
@@ -59,24 +60,24 @@ class BufferPool:
 
     @property
     def held_bytes(self) -> int:
-        """All memory of the pool."""
+        """Bytes of all memory of the pool."""
         return (
             self.used_bytes + self._draining_bytes + sum(memory.num_bytes for memory in self._free)
         )
 
     def size_of(self, num_bytes: int) -> int:
-        """Bytes that an area for `num_bytes` takes of the pool."""
+        """Bytes of the pool that an area for `num_bytes` takes."""
         return round_up(num_bytes, _GRAIN)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether areas that take so many bytes (see `size_of`) fit beside those that are open."""
+        """Whether areas of `num_bytes` (see `size_of`) fit in addition to the open ones."""
         self._collect()
         return self.used_bytes + self._draining_bytes + num_bytes <= self.limit_bytes
 
     def take(self, num_bytes: int, evict: Callable[[], None]) -> PooledMemory | None:
-        """Take memory of at least `num_bytes`; `evict` gives it back at once, for somebody else.
+        """Take memory of at least `num_bytes`; `evict` gives it back immediately, for another area.
 
-        None if others cannot give enough.
+        Returns None if evicting other areas does not free enough.
         """
         size = self.size_of(num_bytes)
         for evict_other in reversed(list(self._open.values())):
@@ -102,7 +103,7 @@ class BufferPool:
         self._collect()
 
     def close(self) -> None:
-        """Forget all memory, when no device reads it."""
+        """Free all memory once no device reads it."""
         for memory, _ in self._draining:
             if memory.fence is not None:
                 memory.fence.wait()
@@ -114,7 +115,7 @@ class BufferPool:
         return sum(memory.num_bytes for memory, _ in self._draining)
 
     def _drain(self, size: int) -> bool:
-        """Wait until `size` more bytes fit; False if reads that must end first do not in time."""
+        """Wait until `size` more bytes fit; False if reads that must end first time out."""
         self._collect()
         while self.used_bytes + self._draining_bytes + size > self.limit_bytes:
             memory, reads = self._draining[0]
@@ -146,10 +147,10 @@ class BufferPool:
 
 
 class LayerBuffer:
-    """Holds the blocks of a layer of some segments that were read for a source.
+    """Blocks of a layer of some segments that were read for a source.
 
-    Of each segment it has a part, one after another. Wanted blocks are int64 [n], ascending,
-    counted through all parts.
+    It has one part for each segment, one after another. Wanted blocks are int64 [n], ascending,
+    numbered through all parts.
     """
 
     def __init__(
@@ -158,20 +159,20 @@ class LayerBuffer:
         pool: BufferPool,
         evict: Callable[[], None],
     ) -> None:
-        """`parts`: of the file of each segment, [offset, offset + num_bytes).
+        """`parts`: segment, offset and num_bytes of each part in the segment's file.
 
-        `evict` closes it, because others need its memory, which it takes when it first reads.
+        `evict` closes it when others need its memory, which it takes when it first reads.
         """
         sizes = (num_bytes // BLOCK_BYTES for _, _, num_bytes in parts)
         self.firsts = list(itertools.accumulate(sizes, initial=0))
-        """The first block of each part, and how many there are."""
+        """The first block of each part, and the number of all blocks."""
         self.memory: PooledMemory | None = None
         self.ahead_bytes = 0
         self.ahead_used_bytes = 0
         self.reads: list[PendingRead] = []
         """All reads into the memory, in the order in which they were submitted."""
         self._parts, self._pool, self._evict = parts, pool, evict
-        # For each block, the number of the read that brings it.
+        # For each block, the number of the read that loads it.
         self._owner = np.full(self.firsts[-1], _NO_READ, np.int16)
         self._wanted = np.zeros(len(self._owner), np.bool_)
 
@@ -180,12 +181,12 @@ class LayerBuffer:
         self._submit(wanted, ahead=True)
 
     def read(self, wanted: Indices, *, last: bool = True) -> int:
-        """Begin to read the wanted blocks that are missing; returns how many bytes that is.
+        """Begin to read the missing wanted blocks; returns their number of bytes.
 
-        `last`: this is the layer's last request, so all that it uses is known, and all reading
-        ahead that has not begun is cancelled. Before that, only those reads ahead are cancelled
-        that would bring wanted blocks, because these are waited for now. It raises
-        `StoreUnavailable` if there is no memory, because reads into it do not end.
+        `last`: whether this is the layer's last request; all its blocks are known then, and reads
+        ahead that have not begun are cancelled. Earlier requests cancel only reads ahead of wanted
+        blocks, because these are waited for now. It raises `StoreUnavailable` if there is no
+        memory, because reads into it do not end.
         """
         if any(read.ahead and not read.done for read in self.reads):
             numbers: Iterable[int] = range(len(self.reads))
@@ -200,9 +201,9 @@ class LayerBuffer:
         return self._submit(wanted, ahead=False)
 
     def wait(self, wanted: Indices) -> None:
-        """Wait until the wanted blocks, all of which must be submitted, are there; verify them.
+        """Wait for the wanted blocks, all of which must be submitted, and verify them.
 
-        It raises `PrefixUnreadable` if a read that brings them failed, or one is corrupt.
+        It raises `PrefixUnreadable` if a read of them failed, or a block is corrupt.
         """
         nobody, *brought = self._brought(wanted).tolist()
         assert not nobody, "a block was not asked for"
@@ -227,8 +228,8 @@ class LayerBuffer:
             self._pool.give(self.memory, self.reads)
 
     def _of_parts(self, blocks: Indices) -> Iterator[tuple[OpenSegment, int, Indices]]:
-        """Of each part that has some of these blocks its segment, where in its file the memory
-        would begin, and these."""
+        """For each part with some of these blocks: its segment, the offset in its file at which the
+        memory would begin, and these blocks."""
         edges = itertools.pairwise(np.searchsorted(blocks, self.firsts).tolist())
         parts = zip(self._parts, self.firsts[:-1], edges, strict=True)
         for (segment, offset, _), first, (start, stop) in parts:
@@ -236,11 +237,11 @@ class LayerBuffer:
                 yield segment, offset - first * BLOCK_BYTES, blocks[start:stop]
 
     def _brought(self, blocks: Indices) -> Indices:
-        """How many of these blocks each read brings, int64 [1 + reads]; the first: no read."""
+        """Number of these blocks that each read loads, int64 [1 + reads]; first: without a read."""
         return np.bincount(1 + self._owner[blocks], minlength=1 + len(self.reads))
 
     def _stop_reading_ahead(self, numbers: Iterable[int]) -> None:
-        """Cancel what has not begun of those of these reads that read ahead."""
+        """Cancel those of these reads that read ahead, as far as they have not begun."""
         for number in numbers:
             read = self.reads[number]
             if read.ahead and not read.done:
@@ -256,7 +257,7 @@ class LayerBuffer:
                 self._owner[self._owner == number] = _NO_READ
 
     def _submit(self, wanted: Indices, *, ahead: bool) -> int:
-        """Submit reads of the missing blocks, if any; returns how many bytes that is."""
+        """Submit reads of the missing blocks, if any; returns their number of bytes."""
         num_bytes = 0
         for segment, offset, missing in self._of_parts(wanted[self._owner[wanted] == _NO_READ]):
             if self.memory is None:
@@ -264,8 +265,8 @@ class LayerBuffer:
             if self.memory is None:
                 raise StoreUnavailable(segment.segment_id, "all buffers wait for the device")
             self._owner[missing] = len(self.reads)
-            # A gap that costs less to read than to skip is read through. It may hold what another
-            # read brings, too: the same bytes.
+            # A gap that costs less to read than to skip is read through. Another read may load the
+            # same bytes there.
             gap_blocks = 0 if ahead else segment.reader.cost.gap_bytes // BLOCK_BYTES
             last = np.flatnonzero(np.diff(missing) > 1 + gap_blocks)
             starts = missing[np.append(0, last + 1)] * BLOCK_BYTES

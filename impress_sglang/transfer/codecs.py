@@ -1,5 +1,5 @@
-"""What a codec is to the stages that store and load, and the one that needs no basis; and what
-compiles the kernels that load, before the first request needs them."""
+"""Interface of codecs for the stages that store and load, the codec without a basis, and the
+warm-up that compiles load kernels before the first request."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ from impress_sglang.transfer.sources import Piece
 
 logger = logging.getLogger(__name__)
 
-# How many made-up tokens are restored.
+# Number of made-up tokens to restore.
 TOKENS = 20
-# For a layer and the shape [G, Dk] of its keys, the energy of their channels; None: not known.
+# Returns the energy of channels, given a layer and the shape [G, Dk] of its keys; None if unknown.
 Energy = Callable[[int, torch.Size], Tensor | None]
 
 
 class Codec(Protocol):
-    """How KVs of one model become codes, and become KVs again."""
+    """Encodes KVs of one model, and restores them."""
 
     by_energy: bool
-    """Whether it codes by what queries look at, which then is to be measured."""
+    """Whether it codes by the energy of queries, which must then be measured."""
     worst_error: float
-    """What random KVs may be off by on average, as a share of their norm."""
+    """Highest mean error of random KVs, as a share of their norm."""
     instead: str
-    """Options of a server that does without it."""
+    """Options of a server that needs no such codec."""
 
     def rule(self, first: int, energy: Energy, *, alone: bool = False) -> CodingRule:
-        """How the layers of a segment are coded that begins with token `first` of a prompt.
+        """Make the function that codes a segment whose first token is number `first` of a prompt.
 
-        It is for one segment, layers in ascending order. It raises `NotCodable`, if codes stand
-        `alone`, for KVs of which they would say too little.
+        It is for one segment, layers in ascending order. It raises `NotCodable` if codes stand
+        `alone` and would be too far from the KVs.
         """
 
     def restore(self, layer: int, pieces: Sequence[Piece], rows: Rows, state: Any = None) -> Any:
-        """Put a layer that was read in codes into rows, by loops, or by kernels on a GPU.
+        """Decode a layer into rows, by loops, or by kernels on a GPU.
 
-        `state` is what this returned for the layer below of the same tokens; one thread restores.
+        `state` is the result for the layer below of the same tokens; one thread restores.
         """
 
 
 class GroupCodec:
-    """Codes groups of tokens, each by itself, and channels by their energy."""
+    """Codes each group of tokens independently, and channels by their energy."""
 
     by_energy, worst_error = True, 0.15
     instead = "--impress-policy paper, which has none"
 
     def __init__(self, layout: GroupLayout, *, kernels: bool | None = None) -> None:
-        """`kernels`: whether kernels restore; None: on a GPU."""
+        """`kernels`: whether kernels restore; None means on a GPU."""
         self._layout, self._kernels = layout, kernels
 
     def rule(self, first: int, energy: Energy, *, alone: bool = False) -> CodingRule:
@@ -84,17 +84,17 @@ class GroupCodec:
 
 
 def plain_codec(shape: KVShape, *, kernels: bool | None = None) -> Codec | None:
-    """The codec that needs no basis, if a shape has its codes; `kernels`: see `GroupCodec`."""
+    """Return the codec without a basis, if a shape has its codes; `kernels`: see `GroupCodec`."""
     return (
         GroupCodec(shape.group_layout, kernels=kernels) if shape.coded and not shape.basis else None
     )
 
 
 def warm_up(shape: KVShape, device: torch.device, codec: Codec | None) -> None:
-    """Compile all kernels with which prefixes are loaded on a device; on a CPU there are none.
+    """Compile all kernels that load prefixes on a device; a CPU needs none.
 
-    A kernel is compiled for the dtypes and sizes of a model, and for how its arguments are aligned;
-    tests/unit/triton/test_warm_up.py compares that with what requests launch. It raises
+    A kernel is compiled for the dtypes and sizes of a model, and for the alignment of arguments;
+    tests/unit/triton/test_warm_up.py compares that with the launches of requests. It raises
     `UnsupportedError` if a kernel of this shape does not fit into the device.
     """
     if device.type == "cuda":
@@ -120,7 +120,7 @@ def launch_all(shape: KVShape, device: torch.device, codec: Codec | None) -> Non
                 for dim in (shape.key_dim, shape.value_dim)
             )
             rows, state = Rows(keys, values, torch.arange(TOKENS, device=device)), None
-            # Those of some layers differ.
+            # Kernels of some layers differ.
             for layer, size in enumerate(shape.code_bytes):
                 groups = blocks.new_zeros(TOKENS, size)
                 state = codec.restore(layer, [Piece([groups], 0, 0, TOKENS)], rows, state)

@@ -1,7 +1,7 @@
-"""Fills rows of pools with whole layers of a stored prefix, exact or from codes; and where the
-layers of a segment are in pools.
+"""Fills rows of pools with whole layers of a stored prefix, exact or from codes, and maps layers
+of a segment to pools.
 
-Stage: load. Rows are ordinary: attention does not need to know.
+Stage: load. Attention treats these rows like computed ones.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ def fill(
 
 @dataclasses.dataclass(frozen=True)
 class PackedLayers:
-    """The layers of a segment from `first` on: what else pools keep of the same tokens (of a draft
-    model, index keys, or rows of sliding windows), or states, as KVs of tokens behind a prefix.
+    """The layers of a segment from `first` on: data of other pools for the same tokens (of a draft
+    model, index keys, or rows of sliding windows), or states, as KVs of tokens after a prefix.
 
-    The bytes of a token in all of them stand in one row, which is cut into layers of the segment's
-    shape; the last one ends with zeros. So storage needs to know no second shape.
+    The bytes of a token in all these pools form one row, which is cut into layers of the segment's
+    shape; the last layer is padded with zeros. So storage needs no second shape.
 
     Attributes:
-        shape: of the segment, without these layers.
-        first: number of the first of them.
-        parts: gives uint8 [slots, bytes] for each stream of the other pools, in their order.
-        window: of how many of the last tokens they are needed; 0: of all.
-        tokens: how many tokens of the segment a row stands in.
+        shape: shape of the segment, without these layers.
+        first: number of the first of these layers.
+        parts: returns uint8 [slots, bytes] for each stream of the other pools, in order.
+        window: number of last tokens that need them; 0 for all tokens.
+        tokens: number of tokens of the segment that a row occupies.
     """
 
     shape: KVShape
@@ -74,7 +74,7 @@ class PackedLayers:
         return -(-sum(part.shape[1] for part in self.parts()) // self.shape.token_bytes)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [t, G, Dk] and values [t, G, Dv] that stand for a layer of slots, int64 [n]."""
+        """Pack a layer of slots, int64 [n], into keys [t, G, Dk] and values [t, G, Dv]."""
         row = torch.zeros(len(slots), self._size, dtype=torch.uint8, device=slots.device)
         for part, start, stop, at in self._pieces(layer):
             row[:, at : at + stop - start] = part[:, start:stop][slots]
@@ -82,7 +82,7 @@ class PackedLayers:
 
     @contextlib.contextmanager
     def into(self, layer: int, slots: Tensor) -> Iterator[Rows]:
-        """Rows for a layer of slots; what they are filled with is put into the pools at the end."""
+        """Yield rows for a layer of slots; their content is copied into the pools at the end."""
         shape, count = self.shape, len(slots) * self.tokens
         keys, values = (
             torch.empty(count, shape.num_kv_heads, dim, dtype=shape.dtype, device=slots.device)
@@ -95,11 +95,11 @@ class PackedLayers:
 
     @property
     def _size(self) -> int:
-        """Bytes of a row that stand in a layer."""
+        """Bytes of a row in one layer."""
         return self.tokens * self.shape.token_bytes
 
     def _pieces(self, layer: int) -> Iterator[tuple[Tensor, int, int, int]]:
-        """The bytes [start, stop) of a part that stand in a layer, and where they begin there."""
+        """Yield the bytes [start, stop) of each part in a layer, and their offset there."""
         size, begin = self._size, 0
         first = (layer - self.first) * size
         for part in self.parts():
@@ -111,22 +111,22 @@ class PackedLayers:
 
 
 class StoredLayers:
-    """Where the layers of segments are in pools."""
+    """Maps layers of segments to pools."""
 
     def __init__(self, streams: Callable[[int], tuple[Tensor, Tensor]]) -> None:
-        """`streams` gives the pools of keys and values of a layer."""
+        """`streams` returns the pools of keys and values of a layer."""
         self._streams = streams
         self.packed: PackedLayers | None = None
-        """What other pools keep of the same tokens."""
+        """Layers from other pools of the same tokens."""
         self.states: PackedLayers | None = None
-        """What layers without KVs keep where a prefix ends."""
+        """States of layers without KVs at the end of a prefix."""
 
     def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
         """The pools of a layer."""
         return self._streams(layer)
 
     def into(self, layer: int, slots: Tensor) -> AbstractContextManager[Rows]:
-        """Rows for a layer of slots, int64 [n]; they are in the pools at the end of the block."""
+        """Rows for a layer of slots, int64 [n]; stored in the pools at the end of the block."""
         if self.packed is not None and layer >= self.packed.first:
             return self.packed.into(layer, slots)
         return contextlib.nullcontext(Rows(*self(layer), slots))

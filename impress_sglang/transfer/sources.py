@@ -1,8 +1,8 @@
 """Reads layers of a stored prefix, exact or in codes, from caches and SSD.
 
-Blocks are taken from where their chunks are, as they stand on disk; restoring them is up to others.
-A layer buffer may be taken away for a layer of another source; a source that wants it again reads
-it again. So what was taken from a buffer may not be used after another source has read.
+Blocks are taken from the tiers of their chunks, as they are on disk; codecs restore them. A layer
+buffer may be evicted for a layer of another source, and is read again if it is needed again. So
+tensors taken from a buffer must not be used after another source has read.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from impress_sglang.transfer.wanted import Wanted, wanted_tokens
 _SSD, _HOST, _DEVICE = int(Tier.SSD), int(Tier.HOST), int(Tier.DEVICE)
 
 OpenSpan: TypeAlias = tuple[OpenSegment, range, int]
-"""An open segment, which of its tokens are wanted, and the id of its first chunk in the cache."""
+"""An open segment, its wanted tokens, and the id of its first chunk in the cache."""
 
 
 class Piece(NamedTuple):
-    """What was read of a layer of `length` tokens, which begin with token `start` of a segment and
-    token `position` of a prompt: the groups that have them of each part of the layer that is not
-    empty, uint8 [groups, group_bytes], on the device of the cache."""
+    """A layer of `length` tokens, which begin with token `start` of a segment and token `position` of
+    a prompt: their groups in each part of the layer that is not empty, uint8 [groups, group_bytes],
+    on the device of the cache."""
 
     parts: Sequence[Tensor]
     start: int
@@ -47,10 +47,10 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class ReadStats:
-    """What reading a prefix took: bytes, and accesses to chunks by the tier where they were found.
+    """Costs of reading a prefix: bytes, and accesses to chunks by the tier of the chunk.
 
     `ssd_needed_bytes` are wanted rows that came from SSD; `ssd_bytes` divided by it is the read
-    amplification. Of `ssd_bytes`, `ahead_bytes` were read before their layer asked, and of these
+    amplification. Of `ssd_bytes`, `ahead_bytes` were read before their layer began, and of these
     `ahead_used_bytes` were wanted. `h2d_bytes` are rows that were not on the device, and whole
     chunks that moved there. `important_bytes` are the KVs of selected tokens, and
     `important_device_bytes` those of them that were found on the device. `selected_chunks` leaves
@@ -73,7 +73,7 @@ class ReadStats:
 
     @property
     def chunks_accessed(self) -> int:
-        """Accesses to chunks, wherever they were found."""
+        """Accesses to chunks in all tiers."""
         return self.device_chunks + self.host_chunks + self.ssd_chunks
 
     @property
@@ -88,7 +88,7 @@ class ReadStats:
             setattr(self, field.name, value)
 
     def as_dict(self) -> dict[str, float]:
-        """All counters, and those that are derived from them."""
+        """Return all counters, and those derived from them."""
         return {
             **dataclasses.asdict(self),
             "wait_ms": round(self.wait_ms, 3),
@@ -98,7 +98,7 @@ class ReadStats:
 
 
 class StoredSource(abc.ABC):
-    """Spans of segments whose layers are read in ascending order, one kind of chunks of them."""
+    """Reads layers of spans of segments in ascending order, with one kind of chunks."""
 
     def __init__(
         self,
@@ -108,9 +108,9 @@ class StoredSource(abc.ABC):
         *,
         codes: bool,
     ) -> None:
-        """Begin with nothing read of one or more consecutive spans.
+        """Start before the first layer of one or more consecutive spans.
 
-        The cache is that of their chunks: of codes, or of columns.
+        `cache` is that of their chunks: of codes, or of columns.
         """
         assert spans
         self.spans = tuple(spans)
@@ -125,10 +125,10 @@ class StoredSource(abc.ABC):
         self.layer_bytes = pool.size_of(
             sum(segment.layout.most_bytes(codes=codes) for segment in self._segments)
         )
-        """How much of the pool the buffer of a layer takes."""
+        """Bytes of the pool that the buffer of a layer takes."""
         self.stats = ReadStats()
         self.layer = -1
-        """The layer that was asked for last; -1 before the first."""
+        """The layer requested last; -1 before the first."""
         self.next_ahead = 0
         """The next layer to be read ahead."""
         self.shape = segments[0].layout.shape
@@ -138,13 +138,13 @@ class StoredSource(abc.ABC):
 
     @abc.abstractmethod
     def _certain(self, layer: int) -> Sequence[Sequence[Wanted]]:
-        """What is certain to be wanted of each span, in the order in which it is asked for."""
+        """Chunks that each span will certainly need, in the order of the requests."""
 
     def read_ahead(self) -> None:
-        """Begin to read what the layer `next_ahead` will certainly want, and advance that."""
+        """Begin to read the blocks that layer `next_ahead` will certainly need, and advance it."""
         layer = self.next_ahead
         self.next_ahead += 1
-        # What enters a cache is wanted whole, and would cost each layer a read of its own.
+        # A chunk that enters a cache is read whole, which would cost each layer a separate read.
         whole = self._cache.placement.enabled
         buffer = self._buffer(layer)
         for of_spans in self._certain(layer):
@@ -158,7 +158,7 @@ class StoredSource(abc.ABC):
 
     @property
     def is_reading(self) -> bool:
-        """Whether any of its reads is still under way."""
+        """Whether any of its reads is in progress."""
         return any(not read.done for read in self._reads())
 
     def ended_in_time(self) -> bool:
@@ -170,7 +170,7 @@ class StoredSource(abc.ABC):
         return [*self._ending, *itertools.chain.from_iterable(reads)]
 
     def end_layer(self, layer: int) -> None:
-        """Drop the layers up to this one, of which nothing is wanted any more."""
+        """Free the buffers of layers up to this one, which are no longer needed."""
         self._begin(layer)
         self._give_back(layer + 1)
 
@@ -179,16 +179,16 @@ class StoredSource(abc.ABC):
         self._give_back()
 
     def _take(self, layer: int, wanted: Mapping[int, Wanted], *, last: bool = True) -> list[Tensor]:
-        """Take the blocks that are wanted of some spans, by the numbers of the spans.
+        """Take the wanted blocks of some spans, by the numbers of the spans.
 
-        They are taken from where chunks stood before the read; then the chunks move. `last`: see
+        They are taken from the tiers of chunks before the read; then the chunks move. `last`: see
         `LayerBuffer.read`. Returns uint8 [blocks, BLOCK_BYTES] for each, on the device of the
-        cache; valid until any source is read from again. It raises `PrefixUnreadable` if a block is
+        cache; valid until any source is read again. It raises `PrefixUnreadable` if a block is
         missing, short or corrupt, or cannot be read now.
         """
         self._begin(layer)
         spans, buffer = list(wanted.values()), self._buffer(layer)
-        # Where the segment of each span begins in the buffer.
+        # First block of each span's segment in the buffer.
         firsts = [buffer.firsts[self._places[number]] for number in wanted]
         ids = [span.chunks + self._first_id(layer, number) for number, span in wanted.items()]
         chunks, shares = np.concatenate(ids), np.concatenate([span.shares for span in spans])
@@ -225,7 +225,7 @@ class StoredSource(abc.ABC):
         return first + segment.layout.first_chunks[self.codes][layer]
 
     def _fetch(self, buffer: LayerBuffer, wanted: Indices, *, last: bool) -> None:
-        """Bring all blocks that must come from SSD into their buffer."""
+        """Read all blocks that must come from SSD into their buffer."""
         if len(wanted):
             self.stats.ssd_bytes += buffer.read(wanted, last=last)
             began = time.perf_counter()
@@ -235,7 +235,7 @@ class StoredSource(abc.ABC):
     def _settle(
         self, access: Access, ids: Indices, begins: Indices, memory: PooledMemory | None
     ) -> None:
-        """Move chunks between tiers; those that were read to be cached come from the buffer."""
+        """Move chunks between tiers; chunks read to be cached come from the buffer."""
         read = np.flatnonzero(access.kept)
         address = 0 if memory is None else memory.address
         fence = self._cache.settle(access, ids[read], address + begins[read] * BLOCK_BYTES)
@@ -245,9 +245,9 @@ class StoredSource(abc.ABC):
     def _count(
         self, wanted: Mapping[int, Wanted], missing: Sequence[int], access: Access
     ) -> tuple[int, int, int]:
-        """Count a read, for which so many blocks of each span were not in a cache.
+        """Count a read, with the number of blocks of each span that were not in a cache.
 
-        Returns the wanted bytes that were found on SSD, host, and device.
+        Returns the wanted bytes on SSD, host, and device.
         """
         stats, chunks = self.stats, np.bincount(access.tiers, minlength=3).tolist()
         stats.ssd_chunks += chunks[_SSD]
@@ -263,7 +263,7 @@ class StoredSource(abc.ABC):
         return on_ssd, on_host, on_device
 
     def _begin(self, layer: int) -> None:
-        """Move on to a layer, and give back the buffers of earlier layers."""
+        """Advance to a layer, and give back the buffers of earlier layers."""
         if layer == self.layer:
             return
         assert layer > self.layer, "layers are read in ascending order"
@@ -272,7 +272,6 @@ class StoredSource(abc.ABC):
         self._give_back(layer)
 
     def _buffer(self, layer: int) -> LayerBuffer:
-        """The buffer of a layer."""
         if layer not in self._buffers:
             places = (segment.layout.place(layer, codes=self.codes) for segment in self._segments)
             parts = [(segment, *at) for segment, at in zip(self._segments, places, strict=True)]
@@ -302,12 +301,12 @@ class WholeSource(StoredSource):
     """
 
     state: Any = None
-    """What restores codes keeps from layer to layer."""
+    """State of the codec from layer to layer."""
 
     @functools.cached_property
     def sinks(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """By the number of a span, exact keys [L, n, G, Dk] and values of first tokens of a prompt,
-        which are never in codes."""
+        """Exact keys [L, n, G, Dk] and values of the first tokens of a prompt, which are never in
+        codes, by number of the span."""
         sinks = {}
         for number, (segment, tokens, _) in enumerate(self.spans):
             exact = torch.from_numpy(segment.sinks[:, tokens.start : tokens.stop])
@@ -338,11 +337,11 @@ class WholeSource(StoredSource):
 def take_blocks(
     cache: ChunkCache, tiers: Uint8s, frames: Indices, memory: PooledMemory | None
 ) -> Tensor:
-    """Take blocks of a span, in the given order; on a GPU nothing is waited for.
+    """Take blocks of a span, in the given order; does not wait on a GPU.
 
-    What is read stays unchanged, and chunks may move after the call. `tiers` uint8 [n] are `Tier`
+    The result does not change if chunks move after the call. `tiers` uint8 [n] are `Tier`
     values; `frames` int64 [n] page numbers in that cache, or block numbers in the layer buffer,
-    whose `memory` is None if nothing is taken from there.
+    whose `memory` is None if no block is taken from it.
 
     Returns uint8 [n, BLOCK_BYTES] on the device of the cache. On a CPU it may share `memory`.
     """
@@ -365,7 +364,7 @@ def take_blocks(
 
 
 def _joined(blocks: Sequence[Indices]) -> Indices:
-    """Blocks that any span wants, ascending."""
+    """Blocks wanted by any span, ascending."""
     joined = np.concatenate(blocks)
-    # Only spans of one segment may want the same ones, or not come in order.
+    # Only spans of one segment may want the same blocks, or be out of order.
     return joined if (joined[1:] > joined[:-1]).all() else np.unique(joined)

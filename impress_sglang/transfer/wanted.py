@@ -1,4 +1,4 @@
-"""What of a layer of a segment is wanted: chunks, which are pages of its parts, and their blocks.
+"""Wanted chunks of a layer of a segment, which are pages of its parts, and their blocks.
 
 The parts of a layer are its columns or its codes; both are read, cached and counted alike.
 """
@@ -17,35 +17,35 @@ from impress_sglang.storage.layout import BLOCK_BYTES, Chunks, Pages, Parts, Seg
 
 @functools.lru_cache(maxsize=256)
 def chunk_pages(layout: SegmentLayout, *, codes: bool) -> npt.NDArray[np.uint16]:
-    """Pages that each chunk of one kind, of all layers, takes in a cache; a page is a block."""
+    """Number of cache pages of each chunk of one kind, of all layers; a page is a block."""
     layers = range(layout.shape.num_layers)
     counts = [layout.parts(layer, codes=codes).chunks.count for layer in layers]
     return np.concatenate(counts).astype(np.uint16)
 
 
 def most_pages(layout: SegmentLayout) -> int:
-    """Pages of a cache that the largest chunk of any segment of the same shape takes."""
+    """Number of cache pages of the largest chunk of any segment of the same shape."""
     last = layout.parts(layout.shape.num_layers - 1, codes=False)
     return max(pages.page_bytes for pages in (*layout.columns, *layout.codes, *last)) // BLOCK_BYTES
 
 
 class Wanted:
-    """Chunks of a layer that are wanted, ascending, and which of their blocks."""
+    """Wanted chunks of a layer, ascending, and their wanted blocks."""
 
     taken: Flags | None = None
-    """Of all blocks of `chunks`, one after another, which are handed out; None: all."""
+    """Which blocks of `chunks`, one after another, are returned; None for all."""
     places: Sequence[tuple[Pages, slice, slice]] = ()
-    """Of each part that is not empty: its bytes in all blocks, and its groups there, if whole
+    """For each part that is not empty: its bytes in all blocks, and its groups there, if whole
     tokens are wanted."""
 
     def __init__(self, layer: Chunks, chunks: Indices, rows: Indices, blocks: Flags) -> None:
-        """`rows`: int64, how many of each are wanted; `blocks` bool [blocks of the layer]."""
+        """`rows`: int64, wanted rows of each chunk; `blocks`: bool [blocks of the layer]."""
         self.layer = layer
         self.chunks = chunks
         self.shares: Floats = rows / layer.rows[chunks]
-        """float64, how much of each is wanted."""
+        """float64, wanted share of each chunk."""
         self.bytes = rows * layer.row_bytes[chunks]
-        """int64, how many bytes of each are wanted."""
+        """int64, wanted bytes of each chunk."""
         self.blocks = blocks
         self.first, self.count = layer.first[chunks], layer.count[chunks]
         self.all_blocks = np.repeat(self.first - np.cumsum(self.count) + self.count, self.count)
@@ -53,9 +53,9 @@ class Wanted:
         self.all_blocks += np.arange(len(self.all_blocks))
 
     def missing(self, on_ssd: Flags, whole: Flags | bool) -> Indices:
-        """The blocks that must come from SSD, int64, ascending.
+        """Return the blocks that must be read from SSD, int64, ascending.
 
-        Those of chunks that are there, and are wanted or of a chunk that is wanted `whole`; both
+        These are blocks of chunks `on_ssd` that are wanted, or whose chunk is wanted `whole`; both
         bool [chunks].
         """
         wanted = self.blocks[self.all_blocks] | np.repeat(whole & on_ssd, self.count)
@@ -64,7 +64,7 @@ class Wanted:
 
 @functools.lru_cache(maxsize=512)
 def wanted_tokens(parts: Parts, start: int, stop: int) -> Wanted:
-    """What has the tokens [start, stop) in the parts of a layer, in the order of the tokens."""
+    """Find the chunks and blocks with tokens [start, stop) in the parts of a layer, in order."""
     blocks = np.zeros(parts.num_bytes // BLOCK_BYTES, np.bool_)
     numbers, rows, places, before, taken = [], [], [], 0, 0
     for part, at in zip(parts, parts.starts, strict=False):
