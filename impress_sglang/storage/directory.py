@@ -4,7 +4,7 @@ The marker holds the key of the store's namespaces, so it is as secret as the st
 directory may be a symbolic link; links inside it are not ours. Servers of one model share the key;
 only the holder of a folder's lock writes or removes anything there.
 
-All of this raises `OSError` where the disk refuses, unless said otherwise.
+All functions raise `OSError` if the disk refuses, unless documented otherwise.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SEGMENT = re.compile(
 _LONGEST_MARKER = 4096
 _LONGEST_KEPT = 1 << 30
 _KEY_BYTES = 32
-# Seconds in which the first server of a model has written the key.
+# Seconds within which the first server of a model must write the key.
 _KEY_SECONDS = 10.0
 MOST_SERVERS = 100
 MODEL_DIGITS = 28
@@ -55,10 +55,10 @@ MODEL_DIGITS = 28
 
 
 class StoreDirectory:
-    """The folder of the model that is served: its lock, its key, and whether it answers."""
+    """The folder of the served model: its lock, its key, and checks that the disk answers."""
 
     def __init__(self, files: FileSystem, root: Path, name: str) -> None:
-        """Create the folder of this name or take an existing one, and lock it.
+        """Create the folder `name` or take an existing one, and lock it.
 
         Raises:
             ConfigError: it cannot be written, or is not a store of ours.
@@ -78,45 +78,45 @@ class StoreDirectory:
             raise ConfigError(f"--impress-ssd-dir {root} cannot be written: {error}") from error
 
     def take_key(self, key: bytes) -> None:
-        """Use another key, of a store that shares the segments; there are none here yet."""
+        """Use the key of another store that shares segments; this store has none yet."""
         self._mark(key, new=False)
         self._marker, self.key = _read_small(self.files, self.path / MARKER), key
 
     def namespace(self, text: str) -> str:
-        """The stored name of a namespace: a keyed hash, because the text may hold a secret."""
+        """Return the stored name of a namespace: a keyed hash, because the text may be secret."""
         return hashlib.blake2b(text.encode(), key=self.key, digest_size=16).hexdigest()
 
     def segment_path(self, segment_id: str, folder: Path | None = None) -> Path:
-        """The path of a segment's file; 256 folders keep each one small.
+        """Return the path of a segment's file; 256 folders keep each one small.
 
-        `folder`: of the server that has it; None: this one.
+        `folder`: folder of the server that has it; None means this one.
         """
         name = f"{segment_id}{SEGMENT_SUFFIX}"
         return (folder or self.path) / SEGMENTS / segment_id[:2] / name
 
     def siblings(self) -> list[Path]:
-        """The folders of other servers of this model, which have the same key."""
+        """List the folders of other servers of this model, which have the same key."""
         names = self.files.list(self.root)
         siblings = [self.root / path for path in names if identity_in(path) == self.identity]
         return [path for path in siblings if path != self.path and is_store(self.files, path)]
 
     def put(self, name: str, content: bytes) -> None:
-        """Write a small file, replacing an older one as a whole."""
+        """Write a small file, atomically replacing an older one."""
         path = self.path / name
-        # A process that was killed has left it.
+        # A killed process may have left it.
         self.files.unlink(path.with_name(name + TEMPORARY_SUFFIX))
         with publishing(self.files, path, direct=False) as descriptor:
             self.files.write(descriptor, 0, memoryview(content))
 
     def get(self, name: str) -> bytes | None:
-        """Read a small file that was put; None if there is none."""
+        """Read a small file written by `put`; None if it does not exist."""
         try:
             return _read_small(self.files, self.path / name, _LONGEST_KEPT)
         except FileNotFoundError:
             return None
 
     def check_readable(self) -> None:
-        """Raise unless the folder is there, and is the one that was opened."""
+        """Raise unless the folder exists and is the one that was opened."""
         if _read_small(self.files, self.path / MARKER) != self._marker:
             raise FileNotFoundError(f"{self.path} is not the store that was opened")
 
@@ -131,7 +131,7 @@ class StoreDirectory:
             self.files.unlink(self.path / _PROBE)
 
     def restore(self) -> None:
-        """Make the folder again if somebody removed it, but not if its disk is not mounted.
+        """Make the folder again if it was removed, but not if its disk is not mounted.
 
         It raises `StoreInUseError` if another process was faster.
         """
@@ -139,7 +139,7 @@ class StoreDirectory:
             raise FileNotFoundError(f"the file system of {self.root} is not mounted")
         lock, marker = self._claim(self.key)
         with self._closing:
-            # A thread that was given up while the disk did not answer may get here late.
+            # A thread abandoned while the disk did not answer may get here late.
             if self._closed:
                 self.files.close(lock)
                 raise FileNotFoundError(f"{self.path} was closed")
@@ -148,7 +148,7 @@ class StoreDirectory:
         logger.warning("%s was removed; it begins anew", self.path)
 
     def close(self) -> None:
-        """Release the lock, for good."""
+        """Release the lock permanently."""
         with self._closing:
             if not self._closed:
                 self._closed = True
@@ -160,9 +160,9 @@ class StoreDirectory:
             self.files.close(self._lock)
 
     def _claim(self, key: bytes | None) -> tuple[int, bytes]:
-        """Lock the folder and read its marker, which is written if there is none.
+        """Lock the folder and read its marker, which is written if it does not exist.
 
-        `key`: None for that of the model's other folders.
+        `key`: key for a new marker; None for that of the model's other folders.
         """
         self.files.make_directory(self.root, parents=True)
         self.files.make_directory(self.path)
@@ -183,7 +183,7 @@ class StoreDirectory:
             self.files.make_directory(self.path / name)
 
     def _shared_key(self) -> bytes:
-        """The key of the model's other folders; the first folder may make a new one."""
+        """Return the key of the model's other folders; the first folder may make a new one."""
         deadline = time.monotonic() + _KEY_SECONDS
         while True:
             for path in self.siblings():
@@ -205,11 +205,11 @@ class StoreDirectory:
 
 
 def take_free(files: FileSystem, root: Path, identity: str) -> StoreDirectory:
-    """Lock the first folder of a model that no other server has, which is made if necessary.
+    """Lock the first folder of a model that no other server has locked; makes it if necessary.
 
     Raises:
         ConfigError: see `StoreDirectory`.
-        StoreInUseError: `MOST_SERVERS` servers have one.
+        StoreInUseError: `MOST_SERVERS` servers have one each.
     """
     for number in range(MOST_SERVERS - 1):
         with contextlib.suppress(StoreInUseError):
@@ -218,18 +218,18 @@ def take_free(files: FileSystem, root: Path, identity: str) -> StoreDirectory:
 
 
 def identity_in(name: str) -> str | None:
-    """The model identity in the name of a folder; None if it is no name of a store."""
+    """Return the model identity in the name of a folder; None if it is not the name of a store."""
     match = _IDENTITY.fullmatch(name)
     return match and match[1]
 
 
 def same_model(one: Path, other: Path) -> bool:
-    """Whether two folders are of servers or ranks of one model, which share the quota."""
+    """Whether two folders belong to servers or ranks of one model, which share the quota."""
     return one.name[:MODEL_DIGITS] == other.name[:MODEL_DIGITS]
 
 
 def is_store(files: FileSystem, path: Path) -> bool:
-    """Whether a folder is a store of this package: by its name and its marker."""
+    """Whether a folder is a store of this package, by its name and its marker."""
     if identity_in(path.name) is None:
         return False
     try:
@@ -240,13 +240,13 @@ def is_store(files: FileSystem, path: Path) -> bool:
 
 
 def format_of(files: FileSystem, store: Path) -> int:
-    """The format that the marker of a store names; 0 for markers without it, which are older."""
+    """Return the format in the marker of a store; 0 for older markers without it."""
     version = json.loads(_read_small(files, store / MARKER)).get("format", 0)
     return version if isinstance(version, int) else 0
 
 
 def segment_files(files: FileSystem, store: Path) -> Iterator[tuple[str, str, bool]]:
-    """Files of a store's segments: id, path, and whether the file is finished.
+    """Yield the files of a store's segments: id, path, and whether the file is complete.
 
     Paths are strings, because there are many.
     """
@@ -261,16 +261,16 @@ def segment_files(files: FileSystem, store: Path) -> Iterator[tuple[str, str, bo
 
 
 def quarantined_files(files: FileSystem, store: Path) -> list[Path]:
-    """Damaged segments that a store keeps, in any order."""
+    """List the damaged segments that a store keeps, in any order."""
     folder = store / QUARANTINE
     return [folder / name for name in files.list(folder) if _SEGMENT.fullmatch(name)]
 
 
 def other_stores(files: FileSystem, store: Path) -> dict[Path, int]:
-    """Stores of other models, and the bytes of their segments with those in quarantine.
+    """Return stores of other models, and the bytes of their segments, including quarantine.
 
-    The first to be removed come last: stores of this format first, the latest before others, and
-    then those of older formats.
+    The first to be removed come last: stores of this format come first, the latest before others,
+    and then those of older formats.
     """
     others = []
     for name in files.list(store.parent):
@@ -298,9 +298,9 @@ def other_stores(files: FileSystem, store: Path) -> dict[Path, int]:
 
 
 def remove_store(files: FileSystem, path: Path) -> bool:
-    """Remove another store, if no process serves it; returns whether it is gone.
+    """Remove another store, if no process serves it; returns whether it no longer exists.
 
-    Files that are not ours stay, and the folder with them.
+    Foreign files stay, and the folder with them.
     """
     if not is_store(files, path):
         return path.name not in files.list(path.parent)
@@ -316,7 +316,7 @@ def remove_store(files: FileSystem, path: Path) -> bool:
         folders = [name for name in files.list(path / SEGMENTS) if _FOLDER.fullmatch(name)]
         for name in (*(f"{SEGMENTS}/{folder}" for folder in folders), QUARANTINE, SEGMENTS):
             _remove_empty(files, path / name)
-        # Marker and lock go last: what is left of a store after a crash can be served or removed.
+        # Marker and lock come last: the rest of a store after a crash can be served or removed.
         if set(files.list(path)) <= {MARKER, LOCK}:
             files.unlink(path / MARKER)
             files.unlink(path / LOCK)
@@ -325,7 +325,7 @@ def remove_store(files: FileSystem, path: Path) -> bool:
 
 
 def require_writable(root: Path) -> None:
-    """Check early that a directory, made if necessary, takes files; else a `ConfigError`."""
+    """Raise a `ConfigError` early unless a directory, made if necessary, is writable."""
     files, probe = installed(), root / f".probe-{os.getpid()}"
     try:
         files.make_directory(root, parents=True)
@@ -336,7 +336,7 @@ def require_writable(root: Path) -> None:
 
 
 def _key_in(marker: bytes) -> bytes:
-    """The key in a marker; empty if the marker is not ours."""
+    """Return the key in a marker; empty if the marker is not ours."""
     try:
         fields = json.loads(marker)
         key = bytes.fromhex(fields["key"]) if fields["kind"] == _KIND else b""
@@ -353,7 +353,7 @@ def _remove_empty(files: FileSystem, path: Path) -> None:
 
 
 def _stat_existing(files: FileSystem, path: Path) -> os.stat_result:
-    """The status of a path, or of the nearest folder above it that exists."""
+    """Return the status of a path, or of its nearest existing parent folder."""
     try:
         return files.stat(path)
     except FileNotFoundError:
@@ -371,7 +371,7 @@ def _read_small(files: FileSystem, path: Path, longest: int = _LONGEST_MARKER) -
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file, as long as it stays open; False if somebody else has locked it."""
+    """Lock an open file until it is closed; False if another process has locked it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,6 +1,6 @@
-"""How blocks get from a file into memory with many reads in flight.
+"""Engines that read blocks from files into memory with many reads in flight.
 
-`AioEngine` hands a whole batch to the kernel in one call (Linux native AIO, `man 2 io_submit`), so
+`AioEngine` passes a whole batch to the kernel in one call (Linux native AIO, `man 2 io_submit`), so
 that starting and collecting reads costs no Python per read; `ThreadEngine` uses threads and
 `preadv` where the kernel does not offer AIO.
 """
@@ -63,7 +63,7 @@ def read_exactly(descriptor: int, offset: int, target: memoryview) -> None:
 
 
 class BlockEngine(Protocol):
-    """The contract; tests/unit/test_engines.py runs it on every implementation.
+    """Interface of engines; tests/unit/test_engines.py checks it for every implementation.
 
     One thread uses an engine. The memory of a read must stay alive and untouched until `finish` has
     returned it.
@@ -73,16 +73,16 @@ class BlockEngine(Protocol):
 
     @property
     def depth(self) -> int:
-        """The most reads in flight; may change between calls, even while reads are in flight."""
+        """Maximum number of reads in flight; may change between calls, even during reads."""
         ...
 
     def start(
         self, descriptors: Integers, offsets: Integers, addresses: Integers, sizes: Integers
     ) -> Integers:
-        """Begin reads; there must be room for all of them.
+        """Begin reads, which must not exceed `depth` with those in flight.
 
         Returns:
-            A number for each, unique among the reads in flight.
+            A number for each read, unique among the reads in flight.
         """
         ...
 
@@ -96,7 +96,7 @@ class BlockEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what the engine holds; no read may be in flight."""
+        """Free the resources of the engine; no read may be in flight."""
         ...
 
 
@@ -106,7 +106,7 @@ class AioEngine:
     name = "aio"
 
     def __init__(self, depth: int) -> None:
-        """Raises `OSError` if there is no AIO here, or its limit (fs.aio-max-nr) is reached."""
+        """Raises `OSError` if AIO is not supported, or its limit (fs.aio-max-nr) is reached."""
         self.depth = depth
         self._free = list(range(depth))
         self._requests = np.zeros(depth, _IOCB)
@@ -131,7 +131,6 @@ class AioEngine:
     def start(
         self, descriptors: Integers, offsets: Integers, addresses: Integers, sizes: Integers
     ) -> Integers:
-        """See `BlockEngine.start`."""
         slots = np.array([self._free.pop() for _ in range(len(sizes))], np.int64)
         requests = self._requests
         requests["descriptor"][slots] = descriptors
@@ -149,14 +148,14 @@ class AioEngine:
                 ctypes.c_void_p(rest.ctypes.data),
             )
             if count < 0:
-                # The first of the rest is at fault; the others may still be good.
+                # The first of the rest has failed; the others may still succeed.
                 self._refused.append((int(slots[begun]), ctypes.get_errno()))
                 count = 1
             begun += count
         return slots
 
     def finish(self, at_least: int = 1) -> tuple[Integers, Integers]:
-        """See `BlockEngine.finish`; if the kernel has refused reads, this does not wait."""
+        """See `BlockEngine.finish`; does not wait if the kernel has refused reads."""
         if self._refused:
             slots, errors = np.array(self._refused, np.int64).T
             self._refused, results = [], -errors
@@ -174,12 +173,11 @@ class AioEngine:
         return slots, results
 
     def close(self) -> None:
-        """See `BlockEngine.close`."""
         self._call(self._destroy_call, self._context)
 
 
 class ThreadEngine:
-    """A thread per read in flight."""
+    """Reads with one thread per read in flight."""
 
     name = "threads"
 
@@ -204,7 +202,6 @@ class ThreadEngine:
     def start(
         self, descriptors: Integers, offsets: Integers, addresses: Integers, sizes: Integers
     ) -> Integers:
-        """See `BlockEngine.start`."""
         numbers = np.arange(self._next, self._next + len(sizes))
         self._next += len(sizes)
         columns = (numbers, descriptors, offsets, addresses, sizes)
@@ -213,7 +210,6 @@ class ThreadEngine:
         return numbers
 
     def finish(self, at_least: int = 1) -> tuple[Integers, Integers]:
-        """See `BlockEngine.finish`."""
         ended = [self._ended.get() for _ in range(at_least)]
         while not self._ended.empty():
             ended.append(self._ended.get())
@@ -221,7 +217,6 @@ class ThreadEngine:
         return numbers, results
 
     def close(self) -> None:
-        """See `BlockEngine.close`."""
         for _ in self._threads:
             self._wanted.put(None)
         for thread in self._threads:
@@ -241,10 +236,10 @@ class ThreadEngine:
 
 
 def make_engine(name: str, depth: int) -> BlockEngine:
-    """The engine that `--impress-io-engine` names; auto is AIO where the kernel has it.
+    """Make the engine for `--impress-io-engine`; auto is AIO if the kernel supports it.
 
     Raises:
-        ConfigError: aio was asked for, and the kernel does not offer it.
+        ConfigError: aio was requested, and the kernel does not support it.
     """
     if name == "threads":
         return ThreadEngine(depth)

@@ -1,8 +1,8 @@
-"""All disk access of the store, behind one class, and memory that disks write to directly.
+"""All disk access of the store in one class, and memory that disks write to directly.
 
-So tests use a disk that fails, benchmarks one that is slow. Methods raise what the operating system
-raises: `OSError`, `EOFError` for a file that ends too early. Where a file system does not support
-O_DIRECT (tmpfs, some network file systems), the same calls go through the page cache.
+So tests can use a disk that fails, and benchmarks a slow one. Methods raise the errors of the
+operating system: `OSError`, and `EOFError` for a file that ends too early. If a file system does
+not support O_DIRECT (tmpfs, some network file systems), the same calls use the page cache.
 
 Symbolic links are not followed, because the stored data are prompts.
 """
@@ -46,13 +46,13 @@ class AlignedMemory:
 
 
 class AlignedBuffer:
-    """Such memory that grows on demand; all views share it, so there can be only one user."""
+    """Aligned memory that grows on demand; all views share it, so it can have only one user."""
 
     def __init__(self) -> None:
         self._memory = AlignedMemory(BLOCK_BYTES)
 
     def view(self, num_bytes: int) -> memoryview:
-        """The first bytes; earlier views stay valid."""
+        """Return the first `num_bytes` bytes; earlier views stay valid."""
         size = len(self._memory)
         if num_bytes > size:
             self._memory = AlignedMemory(round_up(max(num_bytes, 2 * size), 1 << 20))
@@ -60,23 +60,23 @@ class AlignedBuffer:
 
 
 class FileSystem:
-    """The operating system's files, as the store uses them.
+    """File operations of the store.
 
-    Stateless, and may be used by several threads. Descriptors are ints as from `os.open`.
+    Stateless and thread-safe. Descriptors are ints as from `os.open`.
     """
 
     def open(self, path: Path, flags: int) -> int:
         """Open a file and return its descriptor; `flags` as for `os.open`, new files are 0600."""
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _FILE_MODE)
         if flags & os.O_ACCMODE == os.O_RDONLY:
-            # Headers are read exactly: what the kernel would read behind them is of no use.
+            # Headers are read exactly: reading ahead by the kernel is of no use.
             with contextlib.suppress(OSError):
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         return descriptor
 
     @contextlib.contextmanager
     def opened(self, path: Path, flags: int) -> Iterator[int]:
-        """What `open` returns, and closed behind the block."""
+        """Open a file as `open`, and close it after the block."""
         descriptor = self.open(path, flags)
         try:
             yield descriptor
@@ -84,7 +84,6 @@ class FileSystem:
             self.close(descriptor)
 
     def close(self, descriptor: int) -> None:
-        """Close a descriptor."""
         os.close(descriptor)
 
     def read(self, descriptor: int, offset: int, target: memoryview) -> None:
@@ -98,11 +97,11 @@ class FileSystem:
             done += os.pwritev(descriptor, [source[done:]], offset + done)
 
     def date(self, descriptor: int, written_ns: int) -> None:
-        """Set when a file was last written, in nanoseconds as of `time.time_ns`."""
+        """Set the modification time of a file, in nanoseconds as of `time.time_ns`."""
         os.utime(descriptor, ns=(written_ns, written_ns))
 
     def sync(self, descriptor: int) -> None:
-        """Make what was written to a file durable."""
+        """Make the content of a file durable."""
         os.fsync(descriptor)
 
     def sync_directory(self, path: Path) -> None:
@@ -114,18 +113,18 @@ class FileSystem:
             os.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give a file another name in one step; a file of that name is replaced."""
+        """Rename a file atomically; replaces a file named `target`."""
         os.rename(source, target)
 
     def unlink(self, path: Path) -> None:
-        """Remove a file; no error if there is none."""
+        """Remove a file; no error if it does not exist."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
     def make_directory(self, path: Path, *, parents: bool = False) -> None:
         """Make a directory of mode 0700 and make it durable; no error if it exists.
 
-        With `parents`, also make those above it; it is up to others to keep these.
+        With `parents`, also make its parents, which are not made durable.
         """
         try:
             os.mkdir(path, _DIRECTORY_MODE)
@@ -145,7 +144,7 @@ class FileSystem:
         os.rmdir(path)
 
     def list(self, path: Path) -> list[str]:
-        """Names in a directory, sorted; empty if there is no directory."""
+        """List the names in a directory, sorted; empty if it does not exist."""
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
@@ -156,11 +155,11 @@ class FileSystem:
             os.close(descriptor)
 
     def stat(self, path: Path | str) -> os.stat_result:
-        """The status of a file or directory; of a symbolic link, its own."""
+        """Return the status of a file, directory, or symbolic link itself."""
         return os.stat(path, follow_symlinks=False)
 
     def free_bytes(self, path: Path) -> int:
-        """Bytes that an unprivileged process may still write to a file system."""
+        """Return the bytes that an unprivileged process may still write to a file system."""
         status = os.statvfs(path)
         return status.f_bavail * status.f_frsize
 
@@ -176,7 +175,7 @@ class FileSystem:
         return True
 
     def engine(self, name: str, depth: int) -> BlockEngine:
-        """The engine that reads blocks of open segments; see `engines.make_engine`."""
+        """Make the engine that reads blocks of open segments; see `engines.make_engine`."""
         return make_engine(name, depth)
 
 
@@ -184,12 +183,12 @@ _installed = FileSystem()
 
 
 def install(files: FileSystem) -> None:
-    """Let stores that this process opens from now on use another file system: benchmarks and tests
-    install one in a server's own processes that is slow or fails on purpose."""
+    """Set the file system of stores that this process opens from now on: benchmarks and tests
+    install one in the processes of a server that is slow or fails on purpose."""
     global _installed
     _installed = files
 
 
 def installed() -> FileSystem:
-    """The file system of stores that are opened without one."""
+    """Return the file system of stores that are opened without one."""
     return _installed

@@ -1,4 +1,4 @@
-"""How stored KVs were computed, and which of them a request accepts."""
+"""Quality of stored KVs, and the quality that a request accepts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Quality:
     """The approximations that a KV rests on.
 
     `depth` counts them: 0 is exact, 1 was computed after an approximation of an exact prefix, 2
-    after one of a prefix of depth 1. `bits` are the fewest per element, on average, that any of
-    them had. `share` is the smallest share that was computed again of reused tokens which are
-    stored behind other ones: such a KV is blended. It is 1.0 if there were none.
+    after one of a prefix of depth 1. `bits` is the lowest average per element of any of them.
+    `share` is the lowest recomputed share of reused tokens that are stored after other tokens: such
+    a KV is blended. It is 1.0 if there were none.
     """
 
     depth: int = 0
@@ -32,7 +32,7 @@ class Quality:
 
     @property
     def blended(self) -> bool:
-        """Whether it rests on reused tokens that are stored behind other ones."""
+        """Whether it rests on reused tokens that are stored after other tokens."""
         return self.share < 1.0
 
     @property
@@ -45,9 +45,9 @@ class Quality:
         return self.depth <= worst.depth and self.bits >= worst.bits and self.share >= worst.share
 
     def after(self, bits: float, share: float = 1.0) -> Quality:
-        """Quality of KVs computed after a prefix of this quality, loaded in so many bits.
+        """Quality of KVs computed after a prefix of this quality, loaded in `bits` bits.
 
-        `share`: how much is computed again of tokens in between that are stored behind other ones.
+        `share`: recomputed share of tokens in between that are stored after other tokens.
         """
         if (bits, share) == _ALL:
             return self

@@ -1,7 +1,7 @@
 """Writes segments: one layer at a time, published only when complete.
 
-The file gets a temporary name, chunks first, the header last, then fsync, rename and fsync of the
-directory, so that a file with its final name is always whole. Memory is bounded by one layer.
+Chunks are written to a temporary name, the header last, then come fsync, rename and fsync of the
+directory, so that a file with its final name is always complete. Memory is bounded by one layer.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ TEMPORARY_SUFFIX = ".tmp"
 
 
 class WriteAbandoned(Exception):
-    """The KVs to write are no longer available or wanted; nothing is published."""
+    """The KVs to write are no longer available or needed; no segment is published."""
 
 
 class WrittenInVain(WriteAbandoned):
-    """The segment is not wanted any more; all of it was written before that was known."""
+    """The segment is no longer needed; it was already written when that became known."""
 
 
 LayerReader = Callable[[int], tuple[Tensor, Tensor]]
-"""Gives the KVs to write; called once per layer, in order, on the writing thread.
+"""Returns the KVs to write; called once per layer, in order, on the writing thread.
 
 Keys [t, G, Dk] and values [t, G, Dv] are in logical order, on the CPU. It may raise
 `WriteAbandoned`.
@@ -60,13 +60,13 @@ def write_segment(
     """Write a segment, in the order of `mapping` [L, head groups, t], and publish it under `path`.
 
     `coding` codes layers, if the shape has codes.
-    `written_ns` is when these KVs were first written, so that the file has their age; None: now.
+    `written_ns`: time when these KVs were first written, for the age of the file; None for now.
     `is_wanted` is called last: a segment purged meanwhile is not published, so that the next start
     does not find it.
 
     Raises:
-        OSError: the file system refused, for example because it is full; nothing is left behind.
-        WriteAbandoned: the reader gave up, or the segment is not wanted; nothing is left behind.
+        OSError: the file system refused, for example because it is full; no file is left.
+        WriteAbandoned: the reader gave up, or the segment is not needed; no file is left.
     """
     layout, shape = info.layout(), info.shape
     assert (coding is not None) == shape.coded, "nobody says how to code"
@@ -95,7 +95,7 @@ def write_segment(
         header[:] = encode_header(SegmentHeader(info, checksums, sinks, mapping, fits))
         files.write(descriptor, 0, header)
         if written_ns is not None:
-            # Where a network file system refuses this, the age begins anew.
+            # If a network file system refuses this, the age starts at zero.
             with contextlib.suppress(OSError):
                 files.date(descriptor, written_ns)
 
@@ -104,9 +104,9 @@ def write_segment(
 def publishing(
     files: FileSystem, path: Path, *, direct: bool, is_wanted: Callable[[], bool] = lambda: True
 ) -> Iterator[int]:
-    """The descriptor of a new file, which gets its name once it is durable; see `write_segment`.
+    """Yield the descriptor of a new file, named `path` once it is durable; see `write_segment`.
 
-    What is raised, or raised inside, leaves nothing behind.
+    No file is left after an exception, also of the block.
     """
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
@@ -134,7 +134,7 @@ def _encode_layer(
     memory: memoryview,
     groups: Tensor | None,
 ) -> None:
-    """Lay a layer out in `memory`; `groups` is the same in codes, if the layer has codes."""
+    """Lay out a layer in `memory`; `groups` is its codes, if it has codes."""
     shape, flat = layout.shape, torch.frombuffer(memory, dtype=torch.uint8)
     if layer >= shape.first_raw:
         layout.rows.put_groups(shape.rows_of(keys, values), flat)
@@ -146,7 +146,7 @@ def _encode_layer(
             if mapping is not None and column != PROBE:
                 rows = rows[torch.from_numpy(np.argsort(mapping[shape.head_group_of(column)]))]
             heads = shape.heads[column]
-            # Of one head it is a view, and copied in half the time.
+            # For one head this is a view, which is copied in half the time.
             rows = rows[:, heads[0]] if len(heads) == 1 else rows[:, list(heads)]
             rows = rows.contiguous().view(torch.uint8)
             pages.put_groups(rows.view(layout.num_tokens, pages.group_bytes), part)

@@ -184,7 +184,7 @@ class BasisCodec:
         return restored
 
     def _factors(self, tables: Any, groups: Tensor, below: Tensor | None) -> Tensor:
-        """Factors of the product that restores rows: components and `below`, bfloat16 [t, C + X]."""
+        """Factors whose product restores rows: components, `below`; bfloat16 [t, C + X]."""
         # Zeros at the end are not changed by loops.
         parts = torch.zeros(len(groups), tables.parts, dtype=torch.uint8)
         components = torch.empty(len(groups), int(tables.bounds[-1]))

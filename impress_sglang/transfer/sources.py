@@ -35,9 +35,9 @@ OpenSpan: TypeAlias = tuple[OpenSegment, range, int]
 
 
 class Piece(NamedTuple):
-    """A layer of `length` tokens, which begin with token `start` of a segment and token `position` of
-    a prompt: their groups in each part of the layer that is not empty, uint8 [groups, group_bytes],
-    on the device of the cache."""
+    """A layer of `length` tokens, from token `start` of a segment and token `position` of a prompt:
+    their groups in each part of the layer that is not empty, uint8 [groups, group_bytes], on the
+    device of the cache."""
 
     parts: Sequence[Tensor]
     start: int
