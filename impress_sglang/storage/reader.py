@@ -1,12 +1,12 @@
-"""Reads runs of blocks of segments, many at a time; knows nothing of tokens or policies.
+"""Reads runs of blocks of segments, many at a time, independently of tokens and policies.
 
-One thread starts reads and collects them. Reads that a layer waits for go before reads ahead, of
-which few are in flight: their pieces are long, and keep the device busy for a while. Callers verify
-the blocks that they use: blocks read in vain cost no checksums.
+One thread starts reads and collects them. Reads that a layer waits for precede reads ahead, few of
+which are in flight: their pieces are long, and keep the device busy for a while. Callers verify the
+blocks that they use, so unused blocks cost no checksums.
 
-Nobody waits for a device that has stopped: if nothing arrives for `patience` seconds while reads
-are pending, waiting callers get `StoreUnavailable`; the memory and files of such reads are not
-reused before these reads end.
+Callers do not wait for a device that has stopped: if no read ends for `patience` seconds while
+reads are pending, waiting callers get `StoreUnavailable`; the memory and files of such reads are
+not reused before these reads end.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from impress_sglang.storage.segment import OpenSegment, reading
 
 logger = logging.getLogger(__name__)
 
-# Large enough that a piece is not dominated by its start, small enough that what a layer waits for
-# is not far behind a piece that is read ahead.
+# Large enough that its start does not dominate a piece, small enough that reads that a layer waits
+# for are not delayed much by a piece that is read ahead.
 PIECE_BYTES = 256 << 10
-# Seconds between two looks, during a wait, at whether the device has stopped.
+# Seconds between two checks, during a wait, whether the device has stopped.
 LOOK_SECONDS = 0.25
 # The thread wakes up when a quarter of the reads in flight have ended, or as many as should end in
-# this time: only then does it start what a layer waits for.
+# this time: only then does it start new reads that a layer waits for.
 WAKE_SHARE = 4
 ASLEEP_SECONDS = 1e-3
-# Prefetches in flight; also at most half of all reads. In pieces of 256 KiB that is enough for a
+# Reads ahead in flight; also at most half of all reads. In pieces of 256 KiB that is enough for a
 # drive with latency. On a slow drive fewer would delay urgent reads less, but its throughput does
 # not tell it from one with latency.
 MOST_AHEAD = 16
-# An observation of the cost of reads has this many pieces or takes so long, at most.
+# Largest number of pieces, and of seconds, of one observation of the cost of reads.
 OBSERVED_PIECES = 64
 OBSERVED_SECONDS = 0.02
 
@@ -54,7 +54,7 @@ class PendingRead:
     """Runs of blocks of a segment that are being read, in pieces; made by `BlockReader.submit`.
 
     Byte 0 of `memory` receives byte `offset` of the file. `starts` and `sizes` (int64, bytes) are
-    the pieces: those before `next` are begun, and `last` is where a cancelled read stops.
+    the pieces: those before `next` have begun; those from `last` on are cancelled.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class PendingRead:
         return self.ended.is_set()
 
     def arrived(self) -> None:
-        """Wait until all is read; nothing is verified.
+        """Wait until all pieces are read, without verifying them.
 
         Raises:
             SegmentUnreadable: the file ends before a block; the memory is then undefined.
@@ -102,14 +102,14 @@ class PendingRead:
             raise self.error
 
     def ended_in_time(self) -> bool:
-        """Wait until nothing more is read; False if the device has stopped."""
+        """Wait until no more pieces will be read; False if the device has stopped."""
         while not self.ended.wait(LOOK_SECONDS):
             if self._has_stopped():
                 return False
         return True
 
     def fail(self, error: BaseException) -> None:
-        """End with an error, which is a bug or a fault of the machine."""
+        """End with an error of the reader: a bug or a fault of the machine."""
         self.error = StoreUnavailable(self.segment.segment_id, f"the reader has failed: {error}")
         self.error.__cause__ = error
         self.ended.set()
@@ -127,10 +127,10 @@ class BlockReader:
         patience: float = math.inf,
         piece_bytes: int | None = None,
     ) -> None:
-        """Begin with nothing to read, with at most `depth` reads in flight, of `piece_bytes` each.
+        """Start the thread, with at most `depth` reads in flight, of `piece_bytes` each.
 
-        `files` gives the engine of this name, or a `ConfigError`; None for the installed file
-        system. `patience`: seconds without any arrival after which the device counts as stopped.
+        `files` makes the `engine`, or raises a `ConfigError`; None for the installed file system.
+        `patience`: seconds without any arrival after which the device counts as stopped.
         """
         self.cost = ReadCost()
         self._make_engine = functools.partial((files or installed()).engine, engine, depth)
@@ -172,7 +172,7 @@ class BlockReader:
         *,
         ahead: bool = False,
     ) -> PendingRead:
-        """Begin to read runs of blocks [start, stop); with `ahead`, other reads go first.
+        """Begin to read runs of blocks [start, stop); with `ahead`, after other reads.
 
         Byte 0 of the memory, in which the runs are given, receives byte `offset` of the file. The
         memory must stay alive and the segment open until the read is done.
@@ -195,7 +195,7 @@ class BlockReader:
         return read
 
     def cancel(self, read: PendingRead) -> tuple[Indices, Indices]:
-        """Cancel pieces that are not begun; returns their starts and stops in the memory."""
+        """Cancel pieces that have not begun; returns their starts and stops in the memory."""
         with self._changed:
             rest = slice(read.last if read.done else read.next, read.last)
             if rest.start < rest.stop:
@@ -217,12 +217,12 @@ class BlockReader:
             pass
 
     def revive(self) -> None:
-        """Begin again after a failure of the thread or its engine, if there was one."""
+        """Restart after a failure of the thread or its engine, if any."""
         if self._failed is not None and not self._thread.is_alive():
             self._begin()
 
     def _has_stopped(self) -> bool:
-        """Whether nothing has arrived for too long, although something is to be read."""
+        """Whether no piece has arrived for too long while reads are pending."""
         return bool(self._unsettled) and time.monotonic() - self._arrived_at > self._patience
 
     def _run(self) -> None:
@@ -235,7 +235,7 @@ class BlockReader:
             bug = not isinstance(error, OSError)
             logger.error("the reader of the SSD store has failed: %s", error, exc_info=bug)
             failure = error
-        # Waits until the kernel writes to no memory any more.
+        # Waits until the kernel no longer writes to any memory.
         with contextlib.suppress(Exception):
             self._engine.close()
         with self._changed:
@@ -246,7 +246,7 @@ class BlockReader:
         self._quiet.set()
 
     def _serve(self) -> bool:
-        """Begin reads that can begin and collect ended ones; False when closed and all is done."""
+        """Begin possible reads and collect ended ones; False when closed and all are done."""
         with self._changed:
             while not self._flying and not self._any_queued():
                 self._watch.idle()
@@ -255,18 +255,18 @@ class BlockReader:
                 self._changed.wait()
         self._fill()
         if self._flying:
-            # Several at once, so that the thread wakes up seldom.
+            # Several per call, so that the thread wakes up seldom.
             numbers, results = self._engine.finish(self._worth_waking())
             # Numbers may be given again as soon as there is room.
             ended = [self._flying.pop(number) for number in numbers.tolist()]
             self._flying_bytes -= sum(read.size_of[place] for read, place in ended)
-            # Keep the device busy while the pieces that have arrived are taken in.
+            # Keep the device busy while the pieces that have arrived are processed.
             self._fill()
             self._take_in(ended, results.tolist())
         return True
 
     def _worth_waking(self) -> int:
-        """After how many arrivals the thread wakes up."""
+        """Number of arrivals after which the thread wakes up."""
         flying = len(self._flying)
         each = self.cost.seconds(flying, self._flying_bytes) / flying
         return max(1, min(flying // WAKE_SHARE, int(ASLEEP_SECONDS / each)))
@@ -294,7 +294,7 @@ class BlockReader:
                 self._flying[number] = (read, place)
 
     def _take_batches(self) -> list[tuple[PendingRead, int, int]]:
-        """Reads of which pieces [first, stop) begin now."""
+        """Choose reads whose pieces [first, stop) begin now."""
         depth, batches = self._engine.depth, []
         room = depth - len(self._flying)
         for waiting, ahead in zip(self._queues, (False, True), strict=True):
@@ -327,7 +327,7 @@ class BlockReader:
                 read.in_flight -= count
                 self._flying_ahead -= count * read.ahead
                 self._settle(read)
-        # Last: whoever waits for these bytes does not wait for what is learnt from them.
+        # Last, so that callers waiting for these bytes do not wait for the observation.
         self._watch.ended(len(ended))
 
     def _settle(self, read: PendingRead) -> None:
@@ -337,7 +337,7 @@ class BlockReader:
 
 
 class _Watch:
-    """Tells a `ReadCost` for how long the device was busy with how many pieces and bytes."""
+    """Measures for a `ReadCost` how long the device is busy with pieces and bytes."""
 
     def __init__(self, cost: ReadCost) -> None:
         self._cost = cost
@@ -345,18 +345,18 @@ class _Watch:
         self.idle()
 
     def idle(self) -> None:
-        """Note that nothing is to be read."""
+        """Start again, with no read pending."""
         self._since, self._pieces, self._bytes = 0.0, 0, 0
 
     def began(self, pieces: int, num_bytes: int) -> None:
-        """Note that pieces are about to be started."""
+        """Count pieces that are about to start."""
         self._since = self._since or time.perf_counter()
         self._pieces += pieces
         self._bytes += num_bytes
         self._open += pieces
 
     def ended(self, pieces: int) -> None:
-        """Note that pieces have arrived."""
+        """Count pieces that have arrived."""
         self._open -= pieces
         now, ended = time.perf_counter(), self._pieces - self._open
         if self._open and ended < OBSERVED_PIECES and now - self._since < OBSERVED_SECONDS:
@@ -370,7 +370,7 @@ class _Watch:
 
 
 def _pieces(starts: Indices, stops: Indices, max_bytes: int) -> tuple[Indices, Indices]:
-    """Starts and sizes of the same runs in pieces of at most `max_bytes` bytes."""
+    """Split runs into pieces of at most `max_bytes` bytes; returns their starts and sizes."""
     sizes = stops - starts
     if not len(sizes) or sizes.max() <= max_bytes:
         return starts, sizes
@@ -382,13 +382,13 @@ def _pieces(starts: Indices, stops: Indices, max_bytes: int) -> tuple[Indices, I
 
 
 def _complete_piece(read: PendingRead, place: int, result: int) -> PrefixUnreadable | None:
-    """Read a piece with an unexpected `result` again; returns what is wrong, if anything."""
+    """Read a piece with an unexpected `result` again; returns the error, if any."""
     segment, start = read.segment, int(read.starts[place])
     if result < 0:
         return StoreUnavailable(segment.segment_id, os.strerror(-result))
     try:
         with reading(segment.segment_id):
-            # A read may end early without an error; the rest says whether there is one.
+            # A read may end early without an error; reading again shows whether there is one.
             target = read.memory.view[start : start + read.size_of[place]]
             segment.files.read(segment.descriptor, read.offset + start, target)
     except PrefixUnreadable as error:

@@ -1,7 +1,7 @@
 """The segment file: its header, and checks that make a bad file a miss; see docs/format.md.
 
-The header has all that is needed to find the segment again without the index. It is written last,
-so a file without a valid header was never finished.
+The header suffices to find the segment again without the index. It is written last, so a file
+without a valid header was never completed.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ SEGMENT_SUFFIX = ".kv"
 _PREAMBLE = struct.Struct("<8sQQQ")
 # Some hundred bytes, and a few for each probe head.
 _MAX_DESCRIPTION_BYTES = 1 << 16
-# How many shapes and qualities are cached, which segments share.
+# Number of cached shapes and qualities, which segments share.
 _SHARED = 1024
 
 Tokens = npt.NDArray[np.int32]
 Checksums = npt.NDArray[np.uint64]
 STATE_TOKEN = -1
-"""Stands for a part of a state, which is stored as KVs of such tokens behind its prefix."""
+"""Token of a part of a state, which is stored as KVs of such tokens after its prefix."""
 # Per layer, head group and token: the row of the token in the head group's columns (paper,
 # 4.4.1).
 MappingLists = npt.NDArray[np.unsignedinteger[Any]]
 
 
 class Priority(enum.IntEnum):
-    """Which segments leave the SSD before others, lowest first; the index has the number."""
+    """Eviction priority on SSD, lowest first; the index has the number."""
 
     LOW = 0
     NORMAL = 1
@@ -59,14 +59,13 @@ class Priority(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SegmentInfo:
-    """What a segment is, apart from its KVs.
+    """Metadata and tokens of a segment.
 
     `namespace` is a keyed hash (`StoreDirectory.namespace`); `prefix_digest` is the digest of it
-    and of all `prefix_len` tokens before `tokens`; `quality` says how the KVs were computed;
-    `generation` counts how often the segment was reordered (0: tokens are in logical order);
-    `expires` is when it must be removed, in seconds as of `time.time`, 0: when room is needed;
-    `priority` decides which segments go first then. The first `windows_from` of its tokens lack the
-    KVs of layers with sliding windows.
+    and of all `prefix_len` tokens before `tokens`; `quality` is that of the KVs; `generation`
+    counts reorderings (0: tokens are in logical order); `expires` is when it must be removed, in
+    seconds as of `time.time`, or 0 for when room is needed; `priority` orders removals then. The
+    first `windows_from` of its tokens lack the KVs of layers with sliding windows.
     """
 
     segment_id: str
@@ -90,7 +89,7 @@ class SegmentInfo:
 
     @property
     def prompt_tokens(self) -> Tokens:
-        """Those of a prompt; none if it is a state."""
+        """Tokens of a prompt; empty if it is a state."""
         return self.tokens[: 0 if self.tokens[0] == STATE_TOKEN else None]
 
     @property
@@ -99,13 +98,13 @@ class SegmentInfo:
         return self.generation > 0
 
     def describes_same(self, other: SegmentInfo) -> bool:
-        """Whether another description is of the same segment and agrees in all fields."""
+        """Whether another info is of the same segment and agrees in all fields."""
         return self.description() == other.description() and np.array_equal(
             self.tokens, other.tokens
         )
 
     def layout(self) -> SegmentLayout:
-        """Where the bytes of the file are."""
+        """Return the layout of the file."""
         size = _PREAMBLE.size + len(self.description())
         size += sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.arrays().values())
         header = round_up(size, BLOCK_BYTES)
@@ -113,11 +112,11 @@ class SegmentInfo:
 
     @property
     def geometry(self) -> SegmentLayout:
-        """The layout as if the header had one block: at hand, and all that chunks depend on."""
+        """Layout as if the header had one block: cheap, and sufficient for chunks."""
         return _layout(self.shape, self.chunk_tokens, self.num_tokens, BLOCK_BYTES)
 
     def arrays(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
-        """Types and shapes of the arrays that the header has behind the description, in order."""
+        """Types and shapes of the arrays after the description in the header, in order."""
         shape, count = self.shape, self.num_tokens
         lists = (shape.num_layers, len(shape.head_groups), count) if self.reordered else (0,)
         fits = shape.first_raw if shape.basis else 0
@@ -134,7 +133,7 @@ class SegmentInfo:
         }
 
     def description(self) -> bytes:
-        """All but the tokens, as JSON; `info_from` makes it from that."""
+        """Return all fields but the tokens as JSON; inverse of `info_from`."""
         quality = self.quality
         fields = {
             **{name: getattr(self, name) for name in _PLAIN_FIELDS},
@@ -149,18 +148,18 @@ class SegmentInfo:
         return json.dumps(fields, sort_keys=True).encode()
 
 
-# Those that JSON has as they are.
+# Fields that JSON has unchanged.
 _FIELDS = {field.name for field in dataclasses.fields(SegmentInfo)}
 _PLAIN_FIELDS = _FIELDS - {"tokens", "shape", "quality", "priority"}
 
 
 @dataclasses.dataclass(frozen=True)
 class SegmentHeader:
-    """The contents of a header, with types and shapes as in `SegmentInfo.arrays`.
+    """Content of a header, with types and shapes as in `SegmentInfo.arrays`.
 
-    `checksums` [blocks]; `sinks` [coded layers, sinks among its tokens, bytes], of each its keys
-    and then its values; `mapping` [L, head groups, t], each row a permutation, or None when the
-    tokens are in logical order; `fits` [coded layers], with a basis `codes.rows.coder.fit_of` each.
+    `checksums` [blocks]; `sinks` [coded layers, sinks among its tokens, bytes], keys and then
+    values of each; `mapping` [L, head groups, t], each row a permutation, or None if the tokens
+    are in logical order; `fits` [coded layers], with a basis `codes.rows.coder.fit_of` each.
     """
 
     info: SegmentInfo
@@ -175,23 +174,23 @@ class SegmentHeader:
             assert self.array(name).shape == shape
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """One of `SegmentInfo.arrays`; an empty one for no mapping."""
+        """Return one of `SegmentInfo.arrays`; empty for no mapping."""
         array: npt.NDArray[Any] | None = getattr(self.info if name == "tokens" else self, name)
         return np.zeros(0) if array is None else array
 
 
-# What it computes is kept with it.
+# Cached with its computed properties.
 _layout = functools.lru_cache(_SHARED)(SegmentLayout)
 
 
 def block_checksums(data: memoryview, blocks: Iterable[int]) -> Checksums:
-    """Checksums of some blocks of `data`, which are counted from its start."""
+    """Compute checksums of some blocks of `data`, numbered from its start."""
     digest, size = xxhash.xxh3_64_intdigest, BLOCK_BYTES
     return np.array([digest(data[at * size : (at + 1) * size]) for at in blocks], np.uint64)
 
 
 def encode_header(header: SegmentHeader) -> bytes:
-    """The bytes of a header, padded to its size in the layout."""
+    """Encode a header, padded to its size in the layout."""
     info, size = header.info, header.info.layout().header_bytes
     description = info.description()
     arrays = (header.array(name).astype(dtype) for name, (dtype, _) in info.arrays().items())
@@ -218,18 +217,18 @@ def read_header(path: Path, files: FileSystem) -> SegmentHeader:
 def decode_header(
     name: str, file_bytes: int, read: Callable[[int, int], bytes | bytearray]
 ) -> SegmentHeader:
-    """The header of a file of so many bytes; `read` gives a number of them from an offset on."""
+    """Decode and verify the header of a file; `read` takes an offset and a number of bytes."""
     magic, header_bytes, description_bytes, expected = _PREAMBLE.unpack(read(0, _PREAMBLE.size))
     limit = min(header_bytes - _PREAMBLE.size, _MAX_DESCRIPTION_BYTES)
     if magic != MAGIC or header_bytes > file_bytes or not 0 < description_bytes <= limit:
         raise SegmentUnreadable(name, "not a segment of this format")
     description = read(_PREAMBLE.size, description_bytes)
-    # Nothing is verified yet, so whatever goes wrong here is the file's fault.
+    # The description is not verified yet, so any error here is the fault of the file.
     try:
         fields = json.loads(description)
         if (version := fields["version"]) != FORMAT_VERSION:
             raise SegmentUnreadable(name, f"format version {version} is not supported")
-        # Takes no memory, however many tokens there are.
+        # Takes no memory for any number of tokens.
         info = info_from(fields, np.broadcast_to(np.int32(0), fields["num_tokens"]))
         size = info.layout().header_bytes
     except SegmentUnreadable:
@@ -255,7 +254,7 @@ def decode_header(
 
 @contextlib.contextmanager
 def reading(segment_id: str) -> Iterator[None]:
-    """Turn errors inside into whether the file is at fault or cannot be read now.
+    """Translate errors of the block: the file is at fault, or cannot be read now.
 
     Raises:
         SegmentUnreadable: the file is missing or ends too early.
@@ -280,7 +279,7 @@ def _read(files: FileSystem, descriptor: int, offset: int, size: int) -> bytearr
 
 
 def info_from(fields: dict[str, Any], tokens: Tokens) -> SegmentInfo:
-    """What a segment is, by its description, read as JSON, and its tokens."""
+    """Make the info of a segment from its description, parsed as JSON, and its tokens."""
     quality = fields["depth"], fields["bits"], fields["share"]
     return SegmentInfo(
         **{name: fields[name] for name in _PLAIN_FIELDS},
@@ -300,9 +299,9 @@ def _shape(text: str) -> KVShape:
 
 @functools.lru_cache(_SHARED)
 def _quality(text: str) -> Quality:
-    """By its text, for 0.0 equals -0.0 and 1, which are written otherwise."""
+    """Cached by text, because 0.0 equals -0.0, and 1.0 equals 1, which JSON writes differently."""
     quality = Quality(*json.loads(text))
-    # Most are exact: with one object for all of them, comparisons are fast.
+    # Most are exact: with one object for all, comparisons are fast.
     return EXACT if quality == EXACT else quality
 
 
@@ -316,21 +315,20 @@ class OpenSegment:
         self.checksums, self.mapping = header.checksums, header.mapping
         self.sinks, self.fits = header.sinks, header.fits
         self.readers = 0
-        """How many read from it, of those that share it."""
+        """Number of sources that share it and read from it."""
         self.reader: Any = None
-        """The `BlockReader` of its blocks; given by who opens it to be read in blocks."""
+        """The `BlockReader` of its blocks; set by code that opens it to be read in blocks."""
         with reading(self.segment_id):
             self.descriptor = files.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
 
     @property
     def segment_id(self) -> str:
-        """Name of the segment."""
         return self.info.segment_id
 
     def check_blocks(self, memory: AlignedMemory, offset: int, blocks: Indices) -> None:
-        """Verify blocks int64 [n] of memory that was filled from byte `offset` of the file on.
+        """Verify blocks int64 [n] of memory that was filled from byte `offset` of the file.
 
-        It raises `SegmentUnreadable` if one of them fails its checksum.
+        It raises `SegmentUnreadable` if a block fails its checksum.
         """
         first = (offset - self.layout.header_bytes) // BLOCK_BYTES
         checksums = block_checksums(memory.view, blocks.tolist())
@@ -340,7 +338,7 @@ class OpenSegment:
             raise SegmentUnreadable(self.segment_id, f"the block at {at} fails its checksum")
 
     def fill(self, memory: AlignedMemory, offset: int) -> None:
-        """Fill memory from byte `offset` of the file on, where a block begins, and verify it.
+        """Fill memory from byte `offset` of the file, where a block begins, and verify it.
 
         It raises as `reading` and `check_blocks`.
         """
@@ -358,13 +356,13 @@ class OpenSegment:
 
     def close(self) -> None:
         """Close the file; no read may be in flight."""
-        # Nothing was written through this descriptor.
+        # This descriptor was not used for writing.
         with contextlib.suppress(OSError):
             self.files.close(self.descriptor)
 
 
 def common_prefix_len(left: Tokens, right: Tokens) -> int:
-    """How many leading tokens two sequences share."""
+    """Number of leading tokens that two sequences share."""
     length = min(len(left), len(right))
     if not length:
         return 0

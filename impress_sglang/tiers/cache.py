@@ -3,8 +3,8 @@
 The pages of a chunk need not be neighbours, so that chunks of different sizes share the memory
 without fragments.
 
-The order of a read is fixed: `access` decides; rows are taken from where chunks were *before* that;
-then `settle` carries the moves out, with what was read from SSD. No page changes in between.
+The order of a read is fixed: `access` decides; rows are taken from the tiers of chunks *before*
+that; then `settle` performs the moves, with chunks read from SSD. No page changes in between.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class ChunkCache:
         device_bytes: int,
         host_bytes: int,
     ) -> None:
-        """Allocate both, for chunks of at most `max_chunk_pages` pages.
+        """Allocate both caches, for chunks of at most `max_chunk_pages` pages.
 
-        If there is not enough memory, a `ConfigError` names the option.
+        If memory does not suffice, a `ConfigError` names the option.
         """
         self.device, self._page_bytes, self._width = device, page_bytes, max_chunk_pages
         on_gpu = device.type == "cuda"
         sizes = device_bytes // page_bytes, host_bytes // page_bytes
         self.placement = Placement(rule, *sizes, max_chunk_pages)
-        # Keeps what is pinned so.
+        # Keeps pinned memory alive.
         self._memories = list[AlignedMemory]()
         self.pages: dict[int, Tensor] = {}
-        """By tier, the memory from which cached chunks are read: uint8 [pages, page_bytes]."""
+        """Memory of cached chunks by tier: uint8 [pages, page_bytes]."""
         for tier, where in ((Tier.DEVICE, device), (Tier.HOST, torch.device("cpu"))):
             try:
                 self.pages[tier] = self._allocate(self.placement.capacity[tier], where, pin=on_gpu)
@@ -72,12 +72,12 @@ class ChunkCache:
         if pin:
             pin_memory(memory)
         else:
-            # There, not only promised, so that no request waits for it later.
+            # Touch each page now, so that no request waits for it later.
             memory.words[:: BLOCK_BYTES // memory.words.itemsize] = 0
         return torch.frombuffer(memory.view, dtype=torch.uint8, count=num_bytes).view(size)
 
     def emptied(self, rule: ReplacementRule) -> ChunkCache:
-        """An empty cache that takes over the memory; this one must not be read any more."""
+        """Return an empty cache with the same memory; this one must no longer be used."""
         self._synchronize()
         taken = copy.copy(self)
         sizes = self.placement.capacity
@@ -86,18 +86,17 @@ class ChunkCache:
         return taken
 
     def begins(self, memory_address: int = 0) -> Ids:
-        """Where frames of each tier begin in memory, int64 [tiers]; those of SSD are in memory."""
+        """Addresses of the frames of each tier, int64 [tiers]; those of SSD are at the argument."""
         caches = (self.pages[tier].data_ptr() for tier in (Tier.HOST, Tier.DEVICE))
         return np.array([memory_address, *caches])
 
     def settle(self, access: Access, loaded: Ids, addresses: Indices) -> Fence | None:
-        """Carry out the moves, before the next access; waits for nothing.
+        """Perform the moves, before the next access, without waiting.
 
         On a GPU chunks move concurrently with the model, on a stream of their own. `loaded` int64
-        [n] are the chunks that were read from SSD, each kept one once, and `addresses` where each
-        begins in host memory: from there on its pages follow one after another, the last of which
-        may have a rest of any content. Returns a fence before which that memory must not change;
-        None if nothing moves.
+        [n] are the chunks read from SSD, each kept one once, and `addresses` their starts in host
+        memory: their pages follow one after another, and the end of the last page may have any
+        content. Returns a fence before which that memory must not change; None if no chunk moves.
         """
         moves, size, begins = access.moves, self._page_bytes, self.begins()
         if not len(moves):
@@ -106,13 +105,13 @@ class ChunkCache:
         place = order[np.searchsorted(moves.chunks, loaded, sorter=order)]
         assert np.array_equal(moves.chunks[place], loaded) and not moves.sources[place].any()
         starts[place] = addresses
-        # Of each page, chunk after chunk.
+        # For each page, chunk after chunk.
         sources = np.repeat(starts, moves.counts) + moves.source_pages * size
         targets = np.repeat(begins[moves.targets], moves.counts) + moves.target_pages * size
         cached = np.flatnonzero(np.repeat(moves.sources != Tier.SSD, moves.counts))
         with self.copy_stream.after_reading():
             if len(cached) and np.isin(targets, sources[cached]).any():
-                # Pages that are both source and target are set aside first.
+                # Pages that are both source and target are copied to a buffer first.
                 aside = torch.empty(len(cached), size, dtype=torch.uint8, device=self.device)
                 kept = np.arange(len(cached)) * size + aside.data_ptr()
                 self.copier.copy(sources[cached], kept)
@@ -120,7 +119,7 @@ class ChunkCache:
             return self.copier.copy(sources, targets)
 
     def close(self) -> None:
-        """Free the memory; nothing can be read or placed any more."""
+        """Free the memory; the cache must not be used afterwards."""
         self._synchronize()
         self.pages.clear()
         self._memories.clear()

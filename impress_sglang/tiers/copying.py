@@ -1,6 +1,6 @@
-"""What a device does while the host goes on: fences, streams, and copies of pages.
+"""Asynchronous work of a device: fences, streams, and copies of pages.
 
-On a CPU all work is done when it was submitted, and a compiled loop copies; on a GPU a kernel does.
+On a CPU work is done when it is submitted, and a compiled loop copies; on a GPU a kernel does.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from impress_sglang.loops import copies
 from impress_sglang.loops.types import Indices
 from impress_sglang.storage.files import AlignedMemory
 
-# Enough for several layers, so that nobody waits, and most launches.
+# Enough tables for several layers, so that copies do not wait, and numbers for most launches.
 MOST_TABLES, LEAST_NUMBERS = 256, 4096
 
 
 def pin_memory(memory: AlignedMemory) -> None:
     """Pin memory, as long as it exists, so that the current CUDA device reads it directly.
 
-    torch's own pinned tensors would take the next power of two of bytes. It raises `ConfigError` if
-    the system does not allow so much.
+    Pinned tensors of torch would take the next power of two of bytes. It raises `ConfigError` if
+    the system does not allow this much.
     """
     runtime = torch.cuda.cudart()
     error = runtime.cudaHostRegister(memory.address, len(memory), 0)
@@ -40,9 +40,9 @@ def pin_memory(memory: AlignedMemory) -> None:
 
 
 class Fence:
-    """All work submitted to the device's current stream until now, which may still be running.
+    """Work submitted so far to the device's current stream, which may still be running.
 
-    Host memory that a kernel or a copy reads must not change before that is done.
+    Host memory that a kernel or a copy reads must not change before the work is done.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,7 +61,7 @@ class Fence:
             self._event.synchronize()
 
     def order(self, stream: torch.cuda.Stream) -> None:
-        """Let what is launched on a stream from now on run after this work."""
+        """Let later launches on a stream run after this work."""
         if self._event is not None and not self._event.query():
             stream.wait_event(self._event)
 
@@ -90,11 +90,11 @@ class CopyStream:
                 self._last_copy = Fence(self._stream.device)
 
     def note_reading(self, fence: Fence) -> None:
-        """Note that work launched before a fence of the current stream reads cached chunks."""
+        """Record that work before a fence of the current stream reads cached chunks."""
         self._last_read = fence
 
     def join(self) -> None:
-        """Let work launched on the current stream from now on run after all copies."""
+        """Let later launches on the current stream run after all copies."""
         if self._stream is not None and self._last_copy is not None:
             self._last_copy.order(torch.cuda.current_stream(self._stream.device))
 
@@ -103,26 +103,25 @@ class PageCopier:
     """Copies pages of one size; no page that is read is written.
 
     A kernel copies from any memory that the device can read to any that it can write. It is
-    launched on the current stream; nothing is waited for. It reads addresses over the bus, where
-    the host has put them: copying them to the device would take longer than most launches.
+    launched on the current stream, without waiting. It reads addresses over the bus from host
+    memory: copying them to the device would take longer than most launches.
     """
 
     def __init__(self, page_bytes: int, device: torch.device, *, kernels: bool) -> None:
         self._page_bytes, self._device = page_bytes, device
         self.in_place = not kernels
-        """Whether who reads pages may as well read them where they are: all is on the host."""
+        """Whether pages can be read in place instead: all memory is on the host."""
         self._table = torch.empty(0, dtype=torch.int64)
-        # Tables that launches read, which take long to allocate if they are pinned, the oldest
-        # first.
+        # Tables that launches read, oldest first; pinned ones take long to allocate.
         self._read: deque[tuple[Tensor, Fence]] = deque()
 
     def copy(self, sources: Indices, targets: Indices) -> Fence:
-        """Copy pages between addresses, int64 [n] each; returns a fence behind that."""
+        """Copy pages between addresses, int64 [n] each; returns a fence after the copy."""
         np.concatenate([sources, targets], out=self.begin(len(sources)))
         return self.launch()
 
     def begin(self, count: int) -> Indices:
-        """Begin to copy pages: int64 [2 * count], for the addresses of sources, then of targets."""
+        """Prepare a copy: returns int64 [2 * count] for the addresses of sources, then targets."""
         table = self._table[:0]
         if self._read and (self._read[0][1].done or len(self._read) == MOST_TABLES):
             table, fence = self._read.popleft()
@@ -135,7 +134,7 @@ class PageCopier:
         return numbers
 
     def launch(self) -> Fence:
-        """Copy what was begun; see `copy`."""
+        """Copy the pages of `begin`; see `copy`."""
         table = self._table[: 2 * self._count]
         numbers: Indices = table.numpy()
         if self.in_place:
