@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -112,7 +113,7 @@ def test_what_a_drive_does_ends_jobs_and_not_the_loader(
     desk = make(readahead=readahead)
     desk.put(FIRST, OTHER)
     with desk.faults.injected(dataclasses.replace(rule, hits=0, seen=0)):
-        jobs = [desk.begin(tokens, of) for tokens in (FIRST, OTHER) for of in CLASSES[:2]]
+        jobs = [desk.begin(*each) for each in itertools.product((FIRST, OTHER), CLASSES[:2])]
         desk.wait(*jobs)
     # What is missing of a short read is read again.
     assert rule.fault == "short" or any(job.state is JobState.FAILED for job in jobs)
