@@ -2,8 +2,8 @@
 
 It is built from the command line (`plugin.entry`), or for `sglang.Engine` users, who have no
 argument parser, from the environment variable `IMPRESS_CONFIG` (`from_environment`), which
-`enable_for_engine` sets after validating. No other module reads the environment. Whatever is wrong
-is a `ConfigError`.
+`enable_for_engine` sets after validating. No other module reads the environment. Wrong values raise
+a `ConfigError`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from impress_sglang.errors import ConfigError
 
 # Policies that load prefixes from codes.
 CODED_POLICIES = ("impress", "impress+lfu", "impress+lru")
-# Those that use a part of a prefix, which they choose by the question, within the model's pass.
+# Policies that use a part of a prefix, selected by the question within the model's pass.
 PART_POLICIES = ("paper", "paper+itf+reorder", "paper+itf", "as+h2o+lfu", "as+h2o+lru")
 POLICIES = (*CODED_POLICIES, *PART_POLICIES, "as", "recompute")
 REORDER_KEYS = ("selected", "importance")
@@ -34,16 +34,16 @@ AUTO = "auto"
 USUAL = "usual"
 AUTO_FLOOR = 0.25
 AUTO_SHARE = 0.15
-# The value of --impress-bits for KVs as they were computed, and the number that stands for it,
-# whatever their dtype has. Otherwise it is the rate of codes without a basis, in bits per element.
+# The value of --impress-bits for KVs as they were computed, and the number for it, for any dtype.
+# Other values are the rate of codes without a basis, in bits per element.
 EXACTLY = "exact"
 EXACT_BITS = 16.0
-# What is written of a prefix.
+# Representations of a prefix that are written.
 BOTH, CODES = "both", "codes"
 KEEPS = (AUTO, BOTH, CODES, EXACTLY)
 BITS = (5.0, 6.0)
 BITS_TEXT = ", ".join(f"{bits:g}" for bits in BITS)
-# Of a request that asks for none, and of codes where `AUTO` or `EXACTLY` is asked for.
+# Bits of requests without the option, and of codes for `AUTO` or `EXACTLY`.
 USUAL_BITS = 6.0
 ON, OFF = "on", "off"
 CLASSES, SHORTEST = "classes", "shortest"
@@ -56,7 +56,7 @@ def is_bucket(text: str) -> bool:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether this is an int or a float; to isinstance True is one, too."""
+    """Whether this is an int or a float; isinstance would also accept True."""
     return type(value) in (int, float)
 
 
@@ -66,25 +66,25 @@ def is_bits(value: object) -> bool:
 
 
 def number_of_bits(bits: float | str) -> float:
-    """What `EXACTLY` stands for, `USUAL`, the least that `AUTO` gives, else the number itself."""
+    """Return the number for `EXACTLY` or `USUAL`, the minimum of `AUTO`, or the number itself."""
     if bits in (AUTO, USUAL):
         return USUAL_BITS
     return EXACT_BITS if bits == EXACTLY else float(bits)
 
 
 def is_blend(value: object) -> bool:
-    """Whether this is a share of reused tokens to compute again, `AUTO` or `OFF`."""
+    """Whether this is a share of reused tokens to recompute, `AUTO` or `OFF`."""
     return value in (AUTO, OFF) or (is_number(value) and 0.0 <= value <= 1.0)
 
 
 def is_truncation(value: object) -> bool:
-    """Whether this is a share of a conversation to cut at once, or `OFF`."""
+    """Whether this is the share of a conversation that one cut removes, or `OFF`."""
     return value == OFF or (type(value) is float and 0.0 < value < 1.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """Which values an option may have, of its type; `expected` says it in a message."""
+    """Valid values of an option, besides its type; `expected` describes them in messages."""
 
     expected: str
     holds: Callable[[Any], bool]
@@ -92,22 +92,18 @@ class Rule:
 
 
 def one_of(names: tuple[str, ...]) -> Rule:
-    """One of some names."""
     return Rule(f"one of {', '.join(names)}", lambda value: value in names, names)
 
 
 def at_least(minimum: float) -> Rule:
-    """A finite number that is not less."""
     return Rule(f"{minimum:g} or more and finite", lambda value: minimum <= value < math.inf)
 
 
 def above(bound: float) -> Rule:
-    """A finite number that is more."""
     return Rule(f"more than {bound:g} and finite", lambda value: bound < value < math.inf)
 
 
 def between(minimum: float, maximum: float) -> Rule:
-    """A number from the one to the other."""
     return Rule(f"{minimum:g} to {maximum:g}", lambda value: minimum <= value <= maximum)
 
 
@@ -281,21 +277,21 @@ class ImpressConfig:
 
     @property
     def kept(self) -> str:
-        """What is written of a prefix if it may have codes: `BOTH`, `CODES` or `EXACTLY`."""
+        """Representation of a prefix that may have codes: `BOTH`, `CODES` or `EXACTLY`."""
         if self.keep != AUTO:
             return self.keep
         if self.policy not in CODED_POLICIES:
             return EXACTLY
-        # Blended text is reused from codes, after it was computed behind exact KVs.
+        # Blended text is reused from codes, after it was computed after exact KVs.
         if self.bits == AUTO or self.blend != OFF or (self._loads_exact and self.basis):
             return BOTH
         return EXACTLY if self._loads_exact else CODES
 
     @property
     def code_bits(self) -> float:
-        """The rate of codes without a basis, which those by a basis are as good as.
+        """Rate of codes without a basis; codes by a basis have equal quality.
 
-        They serve requests for so many bits, or fewer; others get exact KVs.
+        They serve requests for this many bits or fewer; others get exact KVs.
         """
         return min(self.usual_bits, USUAL_BITS)
 
@@ -305,23 +301,23 @@ class ImpressConfig:
 
     @property
     def usual_retention(self) -> float:
-        """The retention of a request that sets none; with auto, the least that it gets."""
+        """Retention of requests without the option; with auto, its minimum."""
         if self.retention == AUTO:
             return max(AUTO_FLOOR, self.min_retention)
         return float(self.retention)
 
     @property
     def usual_bits(self) -> float:
-        """Bits per element for a request that sets none; with auto, the least that it gets."""
+        """Bits per element of requests without the option; with auto, their minimum."""
         return number_of_bits(self.bits)
 
     @property
     def needs_parts(self) -> bool:
-        """Whether requests may use parts of prefixes, which are loaded within the model's pass."""
+        """Whether requests may use parts of prefixes, loaded within the model's pass."""
         return self.policy in PART_POLICIES
 
     def without_codes(self, why: str) -> ImpressConfig:
-        """The configuration where KVs are not coded, for a reason that a refusal begins with."""
+        """Return the configuration without codes; `why` begins the message of a `ConfigError`."""
         asked = {
             "bits": self.bits not in (USUAL, AUTO, EXACTLY),
             "keep": self.keep in (BOTH, CODES),
@@ -359,9 +355,9 @@ class ImpressConfig:
 
 
 def share_of_rank(config: ImpressConfig, size: int, copies: int = 1) -> ImpressConfig:
-    """The options of one of `size` ranks of a model, which share disk and memory of the host.
+    """Return the options of one of `size` ranks of a model, which share the host's disk and memory.
 
-    `copies` of them have one store.
+    `copies` of them share one store.
     """
     parts = dict.fromkeys(
         ("ssd_gb", "namespace_gb", "write_gb_per_day", "store_gb"), size // copies
@@ -372,7 +368,7 @@ def share_of_rank(config: ImpressConfig, size: int, copies: int = 1) -> ImpressC
 
 
 def enable_for_engine(**options: Any) -> ImpressConfig:
-    """Turn IMPRESS on for every `sglang.Engine` that this process starts from now on.
+    """Enable IMPRESS for every `sglang.Engine` that this process starts from now on.
 
     Example: `enable_for_engine(ssd_dir="/nvme/kv"); sglang.Engine(model_path=...)`.
     The options are the fields of `ImpressConfig`. Remove `IMPRESS_CONFIG` from the environment
@@ -395,7 +391,7 @@ def _number_or_word(text: str) -> float | str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Option:
-    """A field of the configuration, as users see it; `parse` reads its text."""
+    """A field of the configuration as an option; `parse` reads its text."""
 
     field: str
     parse: Callable[[str], Any]
@@ -409,7 +405,7 @@ class Option:
         return "--impress-" + self.field.replace("_", "-")
 
 
-# By the type of a field: how its text is read, and which types its values have.
+# By the type of a field: its parser, and the types of its values.
 _READ: dict[str, tuple[Callable[[str], Any], tuple[type, ...]]] = {
     "str": (str, (str,)),
     "float": (float, (float, int)),
@@ -423,5 +419,5 @@ OPTIONS = tuple(
 
 
 def bytes_of(gigabytes: float) -> int:
-    """The bytes of an option in GB (10^9 bytes)."""
+    """Convert an option in GB (10^9 bytes) to bytes."""
     return int(gigabytes * 1e9)

@@ -35,7 +35,7 @@ class StoreInUseError(StoreError):
 
 
 class PrefixUnreadable(StoreError):
-    """KVs of a segment cannot be read: a miss, never an answer; who needs them computes them."""
+    """KVs of a segment cannot be read: a miss; requests that need them compute them."""
 
     def __init__(self, segment_id: str, detail: str) -> None:
         super().__init__(f"segment {segment_id}: {detail}")
@@ -44,8 +44,8 @@ class PrefixUnreadable(StoreError):
 
 
 class SegmentUnreadable(PrefixUnreadable):
-    """Bytes of a segment are missing, short or corrupt; a second look decides."""
+    """Bytes of a segment are missing, short or corrupt; reading again decides."""
 
 
 class StoreUnavailable(PrefixUnreadable):
-    """Nothing can be read now: the medium or the machine fails, or there is no answer in time."""
+    """Nothing can be read now: the medium or the machine fails, or does not answer in time."""

@@ -1,4 +1,4 @@
-"""Background threads, which must neither take the model's cores nor delay the process's end."""
+"""Background threads that neither take cores from the model nor delay the end of the process."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def locked(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenate[A
 
 
 def compute_alone() -> None:
-    """Let torch use only the calling thread for this thread's computations from now on.
+    """Make torch use only the calling thread for its computations from now on.
 
-    Otherwise OpenMP gives each thread that computes a team of its own, of as many threads as there
-    are cores. As soon as the teams together have more threads than that, idle members sleep after
-    each parallel loop instead of spinning, in the model's team as well (libgomp's
+    Otherwise OpenMP gives each computing thread a team of its own, with one thread per core. As
+    soon as the teams together have more threads than cores, idle members sleep after each parallel
+    loop instead of spinning, also in the model's team (libgomp's
     `GOMP_SPINCOUNT`): a forward pass on a CPU took a fifth longer, long after the work had ended.
     """
     # Torch sets a thread's number of threads at the first query; it must not do so later.
@@ -46,7 +46,7 @@ def compute_alone() -> None:
 
 @functools.cache
 def _openmp() -> ctypes.CDLL | None:
-    """The OpenMP library that torch has loaded; None if there is none."""
+    """Return the OpenMP library that torch has loaded, if any."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     library = re.search(r"\S*/lib(gomp|iomp5|omp)[^/\s]*\.so\S*", maps)
     return None if library is None else ctypes.CDLL(library[0])
@@ -67,7 +67,7 @@ class BackgroundThread:
         self._thread.start()
 
     def submit(self, function: Callable[..., _T], *arguments: Any) -> Future[_T]:
-        """Run a function after all that was submitted before."""
+        """Run a function after all earlier ones."""
         future: Future[_T] = Future()
 
         def job() -> None:
@@ -82,7 +82,7 @@ class BackgroundThread:
         return future
 
     def close(self, seconds: float) -> bool:
-        """End the thread after all submitted work; False if that takes more than `seconds`."""
+        """End the thread after all submitted work; returns False if that takes over `seconds`."""
         self._jobs.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()

@@ -1,4 +1,4 @@
-"""What both codecs share: a layer in codes, the rule by which it becomes that, and pools."""
+"""Types of both codecs: a layer in codes, the function that codes it, and pools."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 class Coding(NamedTuple):
-    """A layer in codes: `groups` uint8 [groups, group_bytes], which with a basis are rows of
-    tokens, and `fit` then is `codes.rows.coder.fit_of` them."""
+    """A layer in codes: `groups` uint8 [groups, group_bytes]; with a basis rows of tokens,
+    and `fit` is their `codes.rows.coder.fit_of`."""
 
     groups: Tensor
     fit: float = 0.0
@@ -23,23 +23,23 @@ CodingRule = Callable[[int, Tensor, Tensor], Coding]
 
 
 class Rows(NamedTuple):
-    """Where KVs of tokens go: into pools of keys [n, G, Dk] and of values [n, G, Dv], of which
-    `slots` int64 [t] are rows, distinct."""
+    """Target of the KVs of tokens: rows `slots`, int64 [t], distinct, of pools of keys [n, G, Dk]
+    and of values [n, G, Dv]."""
 
     keys: Tensor
     values: Tensor
     slots: Tensor
 
 
-# Pools that loops fill in place, and what their numbers are to them.
+# Dtypes of pools that loops fill in place, and of the words that they write.
 _WORDS = {torch.bfloat16: torch.uint16, torch.float32: torch.uint32}
 
 
 @contextlib.contextmanager
 def words_of(rows: Rows) -> Iterator[tuple[list[Any], Any]]:
-    """Pools as arrays of words, and the slots in them, which are to be filled.
+    """Yield pools as arrays of words, and their slots to fill.
 
-    Other dtypes, and pools with gaps, are filled in from memory in between.
+    Pools with other dtypes or with gaps are filled through temporary memory.
     """
     *pools, slots = rows
     dtype = pools[0].dtype

@@ -1,4 +1,4 @@
-"""Moves keys to other positions, by turning what rotary embeddings did to them.
+"""Moves keys to other positions, by changing the rotation of rotary embeddings.
 
 A rotary embedding multiplies pairs of elements, as complex numbers, by factors that depend on the
 position and are one row of a table. So multiplying a key by the quotient of two rows moves it,
@@ -16,13 +16,12 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Turns:
-    """The factors by which keys of n tokens are turned: float32 [n, 1, rotated dimensions / 2]."""
+    """Factors that rotate keys of n tokens: float32 [n, 1, rotated dimensions / 2]."""
 
     cos: Tensor
     sin: Tensor
 
     def to(self, device: torch.device) -> Turns:
-        """The same on a device."""
         return Turns(self.cos.to(device), self.sin.to(device))
 
 
@@ -30,21 +29,19 @@ class KeyRotation:
     """Moves keys of a model that encodes positions by rotary embeddings."""
 
     def __init__(self, table: Callable[[int], Tensor], *, halves: bool) -> None:
-        """Set how the model rotates.
-
-        `table` returns [positions, rotated dimensions] with at least the given number of rows:
+        """`table` returns [positions, rotated dimensions] with at least the given number of rows:
         cosines of all frequencies, then their sines.
         """
         self._table = table
         self.halves = halves
-        """Whether an element is paired with one of the other half of those that are rotated."""
+        """Whether a rotated element is paired with one of the other half of rotated elements."""
 
     def prepare(self, positions: int) -> None:
-        """Have the table reach so many positions, so that other threads need not make it longer."""
+        """Extend the table to `positions`, so that other threads need not extend it."""
         self._table(positions)
 
     def turns(self, old: Tensor, new: Tensor) -> Turns:
-        """The turns that move keys from positions `old` to `new`, int64 [n] on the CPU."""
+        """Return the turns that move keys from positions `old` to `new`, int64 [n] on the CPU."""
         table = self._table(int(torch.maximum(old, new).max()) + 1)
         old_cos, old_sin = self._rows(table, old)
         cos, sin = self._rows(table, new)

@@ -1,7 +1,7 @@
-"""Where each chunk is: on SSD alone, or also in the device or the host cache.
+"""Decides the tier of each chunk: SSD only, or also the device or the host cache.
 
-The SSD has everything, so that eviction never writes. The rule is that of docs/design.md, "Tiers".
-Nothing is read or copied here, so that a decision can precede the read that it requires.
+The SSD has all chunks, so eviction never writes. The rule is that of docs/design.md, "Tiers". This
+module reads and copies no data, so that a decision can precede the read that it requires.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NEVER = 1 << 62
 
 
 class Tier(enum.IntEnum):
-    """Where a chunk is found; `SSD` means in no cache."""
+    """Fastest place of a chunk; `SSD` means in no cache."""
 
     SSD = 0
     HOST = 1
@@ -39,11 +39,11 @@ _SSD, _HOST, _DEVICE = int(Tier.SSD), int(Tier.HOST), int(Tier.DEVICE)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moves:
-    """Chunks whose bytes must be moved to another place, each once.
+    """Chunks to move to another tier, each once.
 
     `chunks` int64 [n] take `counts` uint16 [n] pages; `sources` and `targets` uint8 [n] are `Tier`
-    values. `source_pages` and `target_pages` int64 are those of one chunk after another; from SSD
-    come 0, 1, 2, ... of a chunk.
+    values. `source_pages` and `target_pages` int64 are the pages of one chunk after another; those
+    of a chunk on SSD are 0, 1, 2, ...
     """
 
     chunks: Ids
@@ -63,11 +63,11 @@ _NO_MOVES = Moves(_NO_PAGES, np.empty(0, np.uint16), _NO_TIERS, _NO_PAGES, _NO_T
 
 @dataclasses.dataclass(slots=True)
 class Access:
-    """Where the accessed chunks were, in the order of the ids, and what moves now.
+    """Tiers of the accessed chunks before the access, in the order of the ids, and the moves.
 
-    `tiers` uint8 [n]; `pages` int64, of one chunk after another, counted within the chunk if that
-    was on SSD, and empty if none was cached; `kept` bool [n]: found on SSD and to be cached now, so
-    that the whole chunk is wanted.
+    `tiers` uint8 [n]; `pages` int64, of one chunk after another, counted within the chunk if it was
+    on SSD, and empty if no chunk was cached; `kept` bool [n]: the chunk was on SSD and is cached
+    now, so the whole chunk must be read.
     """
 
     tiers: npt.NDArray[np.uint8]
@@ -77,15 +77,14 @@ class Access:
 
 
 class IdRanges:
-    """Ranges of ids that are handed out and given back; the lowest gap that fits is used.
+    """Allocates ranges of ids, from the lowest gap that fits.
 
     Each call is one pass of NumPy over the gaps.
     """
 
     def __init__(self) -> None:
-        """Begin with all ids free."""
         self.gaps = np.array([[0, _NEVER]])
-        """int64 [gaps, 2], ascending: where each begins and ends; the last one has no end."""
+        """int64 [gaps, 2], ascending: begin and end of each gap; the last one has no end."""
 
     def take(self, size: int) -> int:
         """Take `size` neighbouring ids; returns the first."""
@@ -99,7 +98,7 @@ class IdRanges:
     def give(self, base: int, size: int) -> None:
         """Give `size` ids from `base` on back."""
         stop = base + size
-        # Those that touch it become one with it.
+        # Adjacent gaps are merged with it.
         first = int(self.gaps[:, 1].searchsorted(base))
         last = int(self.gaps[:, 0].searchsorted(stop, "right"))
         touched = self.gaps[first:last].tolist()
@@ -110,7 +109,7 @@ class IdRanges:
 
 
 class Placement:
-    """Places the chunks of two caches; ids are handed out by `attach`.
+    """Places the chunks of two caches; `attach` allocates their ids.
 
     Several threads may use it; between an access and the moves that follow from it, only one.
     """
@@ -118,13 +117,13 @@ class Placement:
     def __init__(
         self, rule: ReplacementRule, device_pages: int, host_pages: int, max_chunk_pages: int
     ) -> None:
-        """Begin with empty caches; capacities are in pages. A chunk with no page, or with more than
+        """Start with empty caches; capacities are in pages. A chunk with no page, or with more than
         `max_chunk_pages`, is never cached."""
         self._lock = threading.RLock()
         self.dropped = 0
-        """How many chunks have left the caches to make room for others."""
+        """Number of chunks evicted from the caches to make room for others."""
         self.evicted_scores: dict[int, float] = {}
-        """By tier: the score, at that time, of the last chunk that left it for a lower one; see
+        """By tier: the score, at that time, of the last chunk moved from it to a lower one; see
         `ReplacementRule.score`."""
         self.capacity: dict[int, int] = {Tier.DEVICE: device_pages, Tier.HOST: host_pages}
         self._rule = rule
@@ -177,7 +176,7 @@ class Placement:
 
     @locked
     def detach(self, base: int, size: int) -> None:
-        """Give a range of ids back; their chunks leave the caches."""
+        """Free a range of ids; their chunks are removed from the caches."""
         self.drop(np.arange(base, base + size))
         self._rule.forget(base, size)
         self._ids.give(base, size)
@@ -188,7 +187,7 @@ class Placement:
         placing.drop(self._caches, ids)
 
     def tiers(self, first: int, count: int) -> npt.NDArray[np.uint8]:
-        """The present tiers of chunks with neighbouring ids, `Tier` values; not to be changed."""
+        """Return the current tiers of chunks with neighbouring ids, `Tier` values; read-only."""
         return self._caches.tiers[first : first + count]
 
     @locked
@@ -198,10 +197,10 @@ class Placement:
 
     @locked
     def expect(self, firsts: Ids, turns: Ids) -> None:
-        """Note that requests wait for runs of neighbouring chunks, with the same turns in each run,
-        or no longer do: see `ReplacementRule.expect`.
+        """Set the turns of requests that wait for runs of neighbouring chunks, or no longer do;
+        turns are the same in each run: see `ReplacementRule.expect`.
 
-        `firsts` int64 [runs], the first id of each; `turns` int64 [chunks of a run].
+        `firsts`: int64 [runs], the first id of each; `turns`: int64 [chunks of a run].
         """
         ids = (firsts[:, None] + np.arange(len(turns))).reshape(-1)
         self._rule.expect(ids, np.tile(turns, len(firsts)))
@@ -214,9 +213,9 @@ class Placement:
 
     @locked
     def access(self, ids: Ids, shares: Floats) -> Access:
-        """Count an access to distinct chunks, and decide where they are from now on.
+        """Count an access to distinct chunks, and decide their tiers from now on.
 
-        `shares` float64 [n] of each chunk's rows are wanted.
+        `shares`: float64 [n], wanted share of the rows of each chunk.
         """
         tiers = self._caches.tiers.take(ids)
         cached = bool(np.count_nonzero(tiers))
@@ -225,7 +224,7 @@ class Placement:
             self._rule.record(ids, shares)
         if cached:
             heaps.note_falls(self._caches.heaps, ids, tiers)
-        # If all chunks are on the device, nothing moves.
+        # If all chunks are on the device, none moves.
         settled = cached and int(tiers.min()) == _DEVICE
         moves = self._place(ids, tiers) if self.enabled and not settled else _NO_MOVES
         if len(moves):
@@ -245,7 +244,7 @@ class Placement:
         pages = caches.num_pages.take(ids)
         able = (tiers != _DEVICE) & (pages > 0) & (pages <= self._width)
         order = ids[able][np.argsort(-priorities[able], kind="stable")]
-        # Each chunk is noted once, and those that are cached have a page at least.
+        # Each chunk is recorded once, and a cached chunk has at least one page.
         room = sum(self.capacity.values()) + len(ids) * self._width
         if room > len(self._journal.chunks):
             self._journal = self._journal._replace(
@@ -257,7 +256,7 @@ class Placement:
         return self._moves() if self._journal.sizes[0] else _NO_MOVES
 
     def _moves(self) -> Moves:
-        """The moves of those chunks in the journal that are in a cache now; empties it."""
+        """Return the moves of chunks in the journal that are in a cache now, and empty it."""
         caches, journal = self._caches, self._journal
         count, end = journal.sizes.tolist()
         chunks, sources = journal.chunks[:count], journal.sources[:count]
@@ -289,9 +288,9 @@ class Placement:
 
     @locked
     def check_members(self, tier: int, first: int, count: int) -> bool:
-        """Check that some chunks of a cache, given by places in its heap, are where they should be.
+        """Check the invariants of some chunks of a cache, given by places in its heap.
 
-        The time depends only on their number. Returns whether there are more behind them.
+        The time depends only on their number. Returns whether there are more after them.
         """
         caches, row = self._caches, tier - 1
         heaps, capacity = caches.heaps, self.capacity[tier]

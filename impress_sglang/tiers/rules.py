@@ -1,6 +1,6 @@
-"""Replacement rules: what makes one cached chunk worth more than another.
+"""Replacement rules: rank cached chunks.
 
-A rule turns accesses into priorities, from which alone tiers follow; they also change while a chunk
+A rule turns accesses into priorities, which alone determine tiers; they also change while a chunk
 is in no cache.
 """
 
@@ -18,18 +18,18 @@ from impress_sglang.loops.types import Floats
 
 Ids = npt.NDArray[np.int64]
 
-# Accesses are counted up to this number, long after the last one that would change a weight.
+# Accesses are counted up to this number, far beyond the last one that changes a weight.
 MOST_ACCESSES = 1000
-# Weight of the newest access in an average; the first ones count alike.
+# Weight of the newest access in an average; the first ones have equal weight.
 AVERAGE_WEIGHT = 0.1
 # The turn of a chunk for which no request waits. Turns are from 0 to LAST_TURN, and a chunk with
 # one is worth more than any priority of a rule: _AWAITED at least.
 NOBODY = -1
 LAST_TURN = 2**52
 _AWAITED = 2**62
-# The share of a chunk that is expected to have nothing important.
+# The share of a chunk that is expected to have no important rows.
 LEAST_SHARE = 1e-6
-# Of a score's fraction, these bits are in its priority. The bias is larger than the magnitude of
+# Bits of a score's fraction in its priority. The bias is larger than the magnitude of
 # any negative exponent of a float.
 _FRACTION_BITS, _BIAS = 32, 1100
 # Entries for which a table reserves address space; one with more is copied when it grows.
@@ -40,10 +40,10 @@ _T = TypeVar("_T", bound=np.generic)
 
 
 def grown(table: npt.NDArray[_T], size: int) -> npt.NDArray[_T]:
-    """A table with an entry per chunk, extended by zeros to `size` entries where it is.
+    """Extend a table with an entry per chunk by zeros to `size` entries, in place if possible.
 
-    Memory is taken only where an entry is written. Entries are copied only if there is no reserved
-    space left, or the system grants none (`vm.overcommit_memory=2`).
+    Memory is used only where an entry is written. Entries are copied only if no reserved space is
+    left, or the system grants none (`vm.overcommit_memory=2`).
     """
     needed = size * table.itemsize
     memory = table.base.obj if isinstance(table.base, memoryview) else None
@@ -61,16 +61,16 @@ def grown(table: npt.NDArray[_T], size: int) -> npt.NDArray[_T]:
 class ReplacementRule(abc.ABC):
     """Counts accesses to chunks in tables by id, where new chunks have 0, and ranks them.
 
-    By the rule itself, priorities are int64 below 2**62; a chunk that was never accessed has 0, any
-    other more. They change only when chunks are accessed. Chunks that requests wait for are worth
-    more than all others, and of two such chunks the one with the earlier turn: the optimal rule
-    (Belady) keeps what is needed soonest, and the queue is all that is known of the future.
+    Priorities of the rule itself are int64 below 2**62; a chunk that was never accessed has 0, any
+    other more. They change only when chunks are accessed. Chunks that requests wait for have higher
+    priority than all others, those with earlier turns the highest: the optimal rule (Belady) keeps
+    chunks that are needed soonest, and only the queue shows the future.
     """
 
     def __init__(self, *dtypes: type[np.generic]) -> None:
-        """Begin without chunks, with a table of each dtype."""
+        """Start without chunks, with a table of each dtype."""
         self.priorities: Ids = np.zeros(0, np.int64)
-        """By id, of awaited chunks as well."""
+        """By id, including awaited chunks."""
         self._tables: list[npt.NDArray[Any]] = [np.zeros(0, dtype) for dtype in dtypes]
         self._requests = 0
 
@@ -84,12 +84,12 @@ class ReplacementRule(abc.ABC):
         self._requests += 1
 
     def record(self, ids: Ids, shares: Floats) -> None:
-        """Count an access to distinct chunks, of which `shares` (0, 1] of the rows are wanted."""
+        """Count an access to distinct chunks that wants `shares` (0, 1] of their rows."""
         self._count(ids, shares)
         self._rank(ids)
 
     def expect(self, ids: Ids, turns: Ids) -> None:
-        """Note the int64 turns of requests that wait for distinct chunks; NOBODY: none does now."""
+        """Set the int64 turns of requests that wait for distinct chunks; NOBODY if none does."""
         worth = _AWAITED + LAST_TURN - turns
         self.priorities[ids] = np.where(turns == NOBODY, self._ranks(ids), worth)
 
@@ -99,25 +99,25 @@ class ReplacementRule(abc.ABC):
         self._rank(ids)
 
     def forget(self, base: int, count: int) -> None:
-        """Forget neighbouring chunks, whose ids may be given to others."""
+        """Forget neighbouring chunks, whose ids may be reused."""
         for table in (self.priorities, *self._tables):
             table[base : base + count] = 0
 
     @abc.abstractmethod
     def score(self, chunk: int) -> float:
-        """The present score of a chunk, in units of the rule; ordered like the priorities."""
+        """Return the current score of a chunk, in units of the rule; ordered like priorities."""
 
     @abc.abstractmethod
     def _count(self, ids: Ids, shares: Floats) -> None:
-        """Count an access."""
+        """Count an access in the tables; see `record`."""
 
     def _rank(self, ids: Ids) -> None:
-        """Give chunks their priorities, except those that are awaited."""
+        """Update the priorities of chunks, except awaited ones."""
         held = self.priorities.take(ids)
         self.priorities[ids] = np.where(held < _AWAITED, self._ranks(ids), held)
 
     def _ranks(self, ids: Ids) -> Ids:
-        """The priorities of chunks by the rule itself."""
+        """Return the priorities of chunks by the rule itself."""
         return self._tables[0].take(ids)
 
     def _copy(self, ids: Ids, sources: Ids, shares: Floats) -> None:
@@ -156,13 +156,13 @@ class LeastFrequentlyUsed(ReplacementRule):
 class ImportanceScore(ReplacementRule):
     """IMPRESS 4.4.2: access frequency x moving average of the share of important rows.
 
-    Here all counts are halved every `half_life` requests (0: never, the paper's plain count), by
-    forward decay (Cormode et al., ICDE 2009): new ones weigh twice as much instead, so the order of
-    chunks needs no upkeep. Weights grow in steps and not with every request: otherwise chunks of
-    equally popular prefixes would differ by recency alone, and displace each other in turn.
+    All counts are halved every `half_life` requests (0: never, the paper's plain count), by forward
+    decay (Cormode et al., ICDE 2009): new ones weigh twice as much instead, so the order of chunks
+    needs no updates. Weights grow in steps and not with every request: otherwise chunks of equally
+    popular prefixes would differ by recency alone, and evict each other in turn.
 
-    A frequency is in units of the weight that an access had when the chunk was last accessed, and
-    a priority has the number of doublings in its exponent: neither leaves its range.
+    A frequency is in units of the weight of an access when the chunk was last accessed, and a
+    priority has the number of doublings in its exponent: neither leaves its range.
     """
 
     def __init__(self, half_life: float) -> None:
@@ -173,7 +173,7 @@ class ImportanceScore(ReplacementRule):
 
     @property
     def _now(self) -> int:
-        """How often a half-life has passed."""
+        """Number of half-lives so far."""
         return self._requests // self._half_life if self._half_life else 0
 
     def score(self, chunk: int) -> float:
@@ -201,10 +201,10 @@ class ImportanceScore(ReplacementRule):
 
 
 def priorities_of(scores: Floats, doublings: Ids | int) -> Ids:
-    """The priorities, int64 [n], of scores x 2**doublings, which outgrow every float; 0 for 0.
+    """Return priorities, int64 [n], of scores x 2**doublings, which exceed any float; 0 for 0.
 
-    A priority is the exponent, and below that as many bits of the fraction as fit: priorities have
-    the order of the scores, as far as these differ by more than a relative 2**-32.
+    A priority is the exponent, followed by as many bits of the fraction as fit: priorities have the
+    order of the scores, if these differ by more than a relative 2**-32.
     """
     fractions, exponents = np.frexp(scores)
     below = ((2.0 * fractions - 1.0) * 2.0**_FRACTION_BITS).astype(np.int64)
