@@ -26,6 +26,12 @@ from impress_sglang.storage.layout import KVShape
 
 logger = logging.getLogger(__name__)
 
+NOTHING_LOADED = {
+    **dict.fromkeys(("layers_by_probe", "layers_by_fallback", "layers_whole"), 0),
+    **dict.fromkeys(("probe_ms", "load_ms", "attention_ms"), 0.0),
+}
+"""The fields of a report to which a `StoredRequest` adds, before its first layer."""
+
 Scorer = Callable[..., Tensor]
 """`paper.scores.column_sums`, or the kernel that gives the same numbers."""
 

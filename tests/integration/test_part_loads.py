@@ -59,6 +59,21 @@ def test_a_part_of_a_prefix_has_slots_of_its_own(world: PaperWorld) -> None:
     assert told["bits_mean"] == 16.0
 
 
+def test_the_report_of_a_retracted_request_counts_its_last_load(world: PaperWorld) -> None:
+    req = world.ask("r")
+    for _ in range(2):
+        request = world.begin_load(req)
+        assert request is not None
+        told = request.report
+        assert not told["probe_ms"] + told["load_ms"] + told["attention_ms"]
+        world.load(request)
+        assert told["probe_ms"] and told["load_ms"]
+        told["attention_ms"] = 1.0
+        assert told["layers_by_probe"] + told["layers_by_fallback"] == world.shape.num_layers
+        world.cache.on_release(req, checkpointed=False)
+        world.loads(req)
+
+
 @pytest.mark.parametrize(("length", "saved"), [(15, 0), (16, 1)])
 def test_a_prompt_is_saved_from_the_shortest_length_on(
     world: PaperWorld, length: int, saved: int

@@ -26,7 +26,7 @@ from impress_sglang.cost import RequestLengths
 from impress_sglang.errors import PrefixUnreadable, UnsupportedError
 from impress_sglang.paper.plugin.attention import adopt_backend
 from impress_sglang.paper.plugin.options import check_parts
-from impress_sglang.paper.request import StoredRequest
+from impress_sglang.paper.request import NOTHING_LOADED, StoredRequest
 from impress_sglang.paper.scores import probe_kv_heads
 from impress_sglang.paper.service import PartPlan, PartService
 from impress_sglang.plugin.capabilities import check_layers, check_options
@@ -157,6 +157,8 @@ class PartCache(ServedCache):
             stored_tokens=stored,
             loaded_tokens=k,
             tokens=split_again(tracked.report, **parts),
+            # SGLang may have retracted it: what it loaded then is loaded again.
+            **NOTHING_LOADED,
         )
         self.live[req.rid] = StoredRequest(
             self.service.shape,
