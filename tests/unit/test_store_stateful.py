@@ -66,11 +66,11 @@ class StoreMachine(StoreHistory):
     def finish_writes(self) -> None:
         self.let_writes_through()
 
-    @rule(namespace=NAMESPACES, tokens=SEQUENCES, least=QUALITY, data=st.data())
+    @rule(namespace=NAMESPACES, tokens=SEQUENCES, min_quality=QUALITY, data=st.data())
     def open_any_match(
-        self, namespace: str, tokens: Tokens, least: Quality, data: st.DataObject
+        self, namespace: str, tokens: Tokens, min_quality: Quality, data: st.DataObject
     ) -> None:
-        self.open_match(data, namespace, tokens, least)
+        self.open_match(data, namespace, tokens, min_quality)
 
     @precondition(lambda self: self.model.segments)
     @rule(data=st.data(), tail=SEQUENCES)

@@ -90,8 +90,8 @@ def test_what_was_blended_gives_way_to_all_else(tree: StoredTree, put: Put) -> N
     assert found(tree, tokens, least=half)[1:] == [("half", 0, 2)]
     assert found(tree, tokens, least=Quality(8, 4.0, 0.1))[1:] == [("coarse", 0, 2)]
     put("exact", [7, 8, 9], P)
-    for least in (EXACT, half, Quality(8, 4.0, 0.1)):
-        assert found(tree, tokens, least=least)[1:] == [("exact", 0, 3)]
+    for min_quality in (EXACT, half, Quality(8, 4.0, 0.1)):
+        assert found(tree, tokens, least=min_quality)[1:] == [("exact", 0, 3)]
 
 
 def test_holes_are_filled_in_part_and_end_where_nothing_builds_on_them(
@@ -281,9 +281,9 @@ def test_against_a_model_without_a_tree(steps: list[Any]) -> None:
         assert sum(s.info.num_tokens for s in tree.segments() if s.lost) == model.num_holes
         for known in model.segments.values():
             tokens = [token for token, _ in known.path]
-            for least in QUALITIES:
-                path = model.follow("", tokens, least)
-                spans = tree.match("", as_tokens(tokens), least=least, only_ready=False).spans
+            for min_quality in QUALITIES:
+                path = model.follow("", tokens, min_quality)
+                spans = tree.match("", as_tokens(tokens), least=min_quality, only_ready=False).spans
                 names = [
                     "" if span.segment.lost else span.segment.segment_id
                     for span in spans
