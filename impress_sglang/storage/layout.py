@@ -1,7 +1,7 @@
-"""Where each byte of a segment is: pure arithmetic, no I/O. See docs/format.md.
+"""Layout of the bytes of a segment: pure arithmetic, no I/O. See docs/format.md.
 
 Per layer a segment has columns, each cut into chunks of `chunk_tokens` rows (a row is a token): a
-probe column, and the keys and values of each head group. Behind these come all keys and values of
+probe column, and the keys and values of each head group. After these come all keys and values of
 the layer again in a few bits, in pages (`Pages`) of groups, or with a basis of rows:
 
     header | layer 0: probe, keys of group 0, 1, ..., values of group 0, 1, ..., codes | layer 1 ...
@@ -46,9 +46,9 @@ class KVShape:
     """Shape of a model's KV on this rank, and how a layer of it is cut into columns.
 
     `probe_kv_heads` are the KV heads whose keys are stored apart; heads count from 0. With
-    `code_bits` above 0, all keys and values follow behind the columns in codes of so many bits per
-    element: by the basis with the digest `basis`, of which `row_bytes_of_layers` are the bytes of a
-    token in each layer, or without a basis. If not `exact`, there are only codes: the columns are
+    `code_bits` above 0, codes of all keys and values with this many bits per element follow the
+    columns: by the basis with the digest `basis`, whose bytes of a token in each layer are
+    `row_bytes_of_layers`, or without a basis. If not `exact`, there are only codes: the columns are
     empty. The last `raw_layers` have neither.
     """
 
@@ -77,7 +77,7 @@ class KVShape:
 
     @property
     def first_raw(self) -> int:
-        """The first layer that is kept as it is; the number of layers if none is."""
+        """The first raw layer; the number of layers if there is none."""
         return self.num_layers - self.raw_layers
 
     @property
@@ -103,7 +103,7 @@ class KVShape:
 
     @functools.cached_property
     def head_groups(self) -> tuple[tuple[int, ...], ...]:
-        """KV heads of each head group; none if nothing is stored exactly."""
+        """KV heads of each head group; empty if only codes are stored."""
         heads = range(self.num_kv_heads if self.exact else 0)
         return (tuple(heads),) if self.probe_kv_heads else tuple((head,) for head in heads)
 
@@ -140,11 +140,11 @@ class KVShape:
         return self.num_kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
     def rows_of(self, keys: Tensor, values: Tensor) -> Tensor:
-        """All keys [t, G, Dk] and then all values [t, G, Dv] of each token, uint8 [t, bytes]."""
+        """Join all keys [t, G, Dk] and then all values [t, G, Dv] of tokens: uint8 [t, bytes]."""
         return torch.cat([keys.flatten(1), values.flatten(1)], 1).view(torch.uint8)
 
     def kvs_of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [..., G, Dk] and values [..., G, Dv] that are in such rows, not copied."""
+        """Split such rows into keys [..., G, Dk] and values [..., G, Dv], without a copy."""
         key_bytes = self.num_kv_heads * self.key_dim * self.dtype.itemsize
         both = rows.tensor_split([key_bytes], -1)
         keys, values = (
@@ -192,7 +192,6 @@ class Pages(NamedTuple):
 
     @property
     def num_pages(self) -> int:
-        """Number of pages."""
         return -(-self.num_groups // self.page_groups)
 
     @property
@@ -223,9 +222,9 @@ class Pages(NamedTuple):
         memory[count * self.page_bytes :][: rest.numel()] = rest.reshape(-1)
 
     def groups_in(self, memory: Tensor) -> Tensor:
-        """The groups, uint8 [n, group_bytes], of some pages, of which the last may be shorter.
+        """Return the groups, uint8 [n, group_bytes], of some pages; the last page may be shorter.
 
-        Padding of a page that is shorter may look like groups behind the last one.
+        Padding of a shorter page may appear as groups after the last one.
         """
         size = self.page_groups * self.group_bytes
         if size == self.page_bytes:
@@ -246,10 +245,10 @@ class Pages(NamedTuple):
 
 @functools.lru_cache(maxsize=16)
 def page_groups_for(sizes: Sequence[int], *, grain: int, max_groups: int, padding: float) -> int:
-    """Groups of a page: the fewest, a multiple of `grain`, that leave little padding.
+    """Choose the groups of a page: the lowest multiple of `grain` that leaves little padding.
 
-    `sizes` are bytes of a group in each layer; pages of all have as many. At most the share
-    `padding` of whole pages is padding, unless that takes more than `max_groups`.
+    `sizes` are bytes of a group in each layer; pages of all layers have equally many groups. At
+    most the share `padding` of whole pages is padding, unless that takes more than `max_groups`.
     """
     for count in range(grain, max_groups, grain):
         pages = sum(round_up(count * size, BLOCK_BYTES) for size in sizes)
@@ -262,8 +261,8 @@ def page_groups_for(sizes: Sequence[int], *, grain: int, max_groups: int, paddin
 class Chunks:
     """The chunks of some parts of a layer, in the order on disk, int64 [chunks] each.
 
-    `first` is the block where each begins, counted from that of the first one, `count` its blocks,
-    `rows` its groups, which in columns are rows, and `row_bytes` the bytes of one.
+    `first` is the first block of each chunk, counted from that of the first chunk, `count` its
+    blocks, `rows` its groups, which in columns are rows, and `row_bytes` the bytes of a group.
     """
 
     first: Indices
@@ -278,7 +277,7 @@ class Parts(tuple[Pages, ...]):
 
     @functools.cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each part begins, and where the last one ends, in bytes."""
+        """Byte offset of each part, and the end of the last one."""
         return tuple(itertools.accumulate((pages.num_bytes for pages in self), initial=0))
 
     @property
@@ -288,12 +287,10 @@ class Parts(tuple[Pages, ...]):
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks."""
         return sum(pages.num_pages for pages in self)
 
     @functools.cached_property
     def chunks(self) -> Chunks:
-        """The chunks of all parts."""
         pages = [part.num_pages for part in self]
         numbers = [np.arange(count) for count in pages]
         page_groups, groups, group_bytes = (
@@ -305,7 +302,7 @@ class Parts(tuple[Pages, ...]):
         return Chunks(np.cumsum(count) - count, count, rows, group_bytes)
 
 
-# What it computes is kept with it.
+# Cached with its computed properties.
 _parts = functools.lru_cache(maxsize=512)(Parts)
 
 
@@ -344,7 +341,7 @@ class SegmentLayout:
 
     @functools.cached_property
     def codes(self) -> tuple[Pages, ...]:
-        """Pages of the codes of each layer that has some, with as many tokens in each page."""
+        """Pages of the codes of each layer that has codes, with equally many tokens per page."""
         shape, sizes = self.shape, self.shape.code_bytes
         if shape.basis:
             count = page_groups_for(sizes, grain=64, max_groups=1024, padding=1 / 64)
@@ -356,14 +353,14 @@ class SegmentLayout:
 
     @functools.cached_property
     def _kinds(self) -> tuple[tuple[Parts, ...], tuple[Parts, ...]]:
-        """Of each layer its columns, and of each its codes; in raw layers both are its rows."""
+        """Columns of each layer, and codes of each layer; in raw layers both are its rows."""
         first, raw = self.shape.first_raw, (_parts((self.rows,)),) * self.shape.raw_layers
         codes = [_parts((pages,)) for pages in self.codes] or [_parts(())] * first
         return ((self.columns,) * first + raw, (*codes, *raw))
 
     @functools.cached_property
     def _layer_starts(self) -> tuple[int, ...]:
-        """Where each layer begins, counted from the end of the header, and where the last ends."""
+        """Byte offset of each layer from the end of the header, and the end of the last one."""
         first, (columns, codes) = self.shape.first_raw, self._kinds
         sizes = [column.num_bytes for column in columns]
         sizes[:first] = (a + b.num_bytes for a, b in zip(sizes, codes[:first], strict=False))
@@ -388,11 +385,11 @@ class SegmentLayout:
         return self.header_bytes + self._layer_starts[layer]
 
     def parts(self, layer: int, *, codes: bool) -> Parts:
-        """The columns of a layer, or its codes; if it is raw, its rows in both cases."""
+        """Return the columns of a layer, or its codes; if it is raw, its rows in both cases."""
         return self._kinds[codes][layer]
 
     def place(self, layer: int, *, codes: bool) -> tuple[int, int]:
-        """Where the parts of a layer begin in the file, and their bytes."""
+        """Return the offset of the parts of a layer in the file, and their bytes."""
         size = self._kinds[codes][layer].num_bytes
         # Codes come last.
         return self.layer_offset(layer) + (self.layer_bytes(layer) - size) * codes, size
@@ -407,8 +404,8 @@ class SegmentLayout:
 
     @functools.cached_property
     def first_chunks(self) -> tuple[tuple[int, ...], ...]:
-        """Of columns and of codes: the number of the first chunk of each layer among all of the
-        kind, and how many there are."""
+        """For columns and codes: the number of the first chunk of each layer among all of the kind,
+        and the number of these."""
         return tuple(
             tuple(itertools.accumulate((layer.num_chunks for layer in kind), initial=0))
             for kind in self._kinds
