@@ -169,13 +169,13 @@ def test_rank_0_decides_and_the_least_counts() -> None:
 def test_a_job_that_is_read_and_still_computed_may_be_slow(
     monkeypatch: pytest.MonkeyPatch, state: JobState, revoked: bool, end: JobState | None
 ) -> None:
-    own = job(state)
-    monkeypatch.setattr(own, "computes", True)
+    blend = job(state)
+    monkeypatch.setattr(blend, "computes", True)
     if revoked:
-        own.revoke()
-    agreed = Agreement(Ranks()).agree({}, [own], [own], ())
-    assert (agreed.ended, agreed.slow) == (([own], []) if end else ([], [own]))
-    assert own.state is (end or state)
+        blend.revoke()
+    agreed = Agreement(Ranks()).agree({}, [blend], [blend], ())
+    assert (agreed.ended, agreed.slow) == (([blend], []) if end else ([], [blend]))
+    assert blend.state is (end or state)
 
 
 class TestRanks:
