@@ -195,7 +195,9 @@ class PrefixLoads:
 
     def wait_for_loader(self) -> None:
         """Wait until the loader has stopped reading for dropped jobs, for at most `io_timeout`."""
-        self.jobs.wait_for_loader(self._service.config.io_timeout)
+        self.jobs.wait_for_loader(self._service.config.io_timeout, alone=self._alone)
+        # Requests whose pass used a failed job are in the queue again, and may have new plans.
+        self.drop_all()
 
     def close(self) -> None:
         self.drop_all()

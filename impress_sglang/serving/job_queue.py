@@ -177,14 +177,21 @@ class JobQueue(Generic[_Waiter]):
         for waiter in list(self.waiters.values()):
             self.leave(waiter)
 
-    def wait_for_loader(self, seconds: float) -> bool:
-        """Wait until the loader is done with all jobs, which were dropped; False if not in time."""
+    def wait_for_loader(self, seconds: float, *, alone: bool = True) -> bool:
+        """Wait until the loader is done with all jobs, which were dropped; False if not in time.
+
+        On a rank that is `alone` they are finished then, so that SGLang may flush at once.
+        """
         for _ in range(math.ceil(seconds / LOOK_SECONDS)):
             self._loader.wake.clear()
             if all(job.done.is_set() for job in self.jobs):
-                return True
+                break
             self._loader.wake.wait(LOOK_SECONDS)
-        return False
+        done = [job for job in self.jobs if job.done.is_set()]
+        in_time = len(done) == len(self.jobs)
+        for job in done if alone else ():
+            self._finish(job)
+        return in_time
 
     def _grant(self, queue: Iterable[_Waiter]) -> None:
         first = list(itertools.islice(queue, WINDOW))

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.managers.schedule_batch import FINISH_LENGTH
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, ReqKvInfo
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.observability import trace
 
-from impress_sglang.plugin import tree_nodes
+from impress_sglang.plugin import late_start, prefix_loads, tree_nodes
 from impress_sglang.plugin.known import namespace_of
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.serving.load_jobs import JobState, LoadJob
@@ -247,6 +247,39 @@ def test_a_pass_begins_early_only_beside_nobody(
             world.abort(waiting)
         end_job(world, job)
         world.poll()
+
+
+def test_nothing_is_loaded_any_more_when_the_store_is_set_aside(
+    world: TreeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang may flush at once, also if a pass used an early job that failed, and is in vain."""
+
+    def queue(req: Any, is_retracted: bool) -> None:
+        world.match(req)
+        world.scheduler.waiting_queue.append(req)
+        with monkeypatch.context() as patched:
+            # As if more of its prompt had been stored meanwhile than is resident.
+            nothing = SimpleNamespace(device_prefix_len=0)
+            patched.setattr(prefix_loads, "match_resident", lambda cache, key: nothing)
+            world.cache.prefetch_from_storage(req.cache_request_handle)
+        assert is_retracted and world.jobs.waiters, "it is planned again, with the old store"
+
+    def release(req: Any, cache: Any, checkpoint: bool) -> None:
+        world.release(req)
+        req.kv = ReqKvInfo()
+
+    world.scheduler._add_request_to_queue = queue
+    monkeypatch.setattr(late_start, "release_kv_cache", release)
+    with monkeypatch.context() as patched:
+        req, job = nearly_done(world, patched)
+        assert not world.waits(req) and job.early
+        world.admit(req)
+        end_job(world, job)
+        assert world.cache.has_pending_cache_operations()
+        world.cache._set_aside()
+        assert not world.cache.has_pending_cache_operations() and not world.jobs.jobs
+        assert world.scheduler.waiting_queue == [req]
+        world.abort(req)
 
 
 @pytest.mark.parametrize("where", ["disagg_prefill_inflight_queue", "running_mbs", "mbs"])

@@ -90,6 +90,8 @@ class Plan:
 
 
 class RankModel(SGLangModel):
+    alone = False
+
     def __init__(self, ratio: float, rng: random.Random, ranks: Ranks) -> None:
         self.ranks = ranks
         super().__init__(ratio, rng)

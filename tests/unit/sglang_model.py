@@ -61,6 +61,8 @@ class ModelPool(Pool):
 class SGLangModel:
     """One scheduler; `ratio`: which share of their answers it reserves for running requests."""
 
+    alone = True
+
     def __init__(self, ratio: float, rng: random.Random) -> None:
         self.ratio, self.rng = ratio, rng
         self.clock = Clock()
@@ -162,8 +164,9 @@ class SGLangModel:
         for request in self.requests.values():
             request.planned = False
         self.jobs.drop_all()
-        if self.jobs.wait_for_loader(self.rng.choice([0.0, 1.0])):
+        if self.jobs.wait_for_loader(self.rng.choice([0.0, 1.0]), alone=self.alone):
             assert all(job.done.is_set() for job in self.jobs.jobs)
+            assert not (self.alone and self.jobs), "SGLang may flush"
 
     def _poll(self) -> None:
         """`check_hicache_events`."""

@@ -185,6 +185,18 @@ class TestPressure:
         assert desk.tree.written(prompt(0, 4)) and len(desk.tree.nodes) == 4
 
 
+def early_job(desk: Desk) -> LoadJob:
+    """One for whose request the pass has begun, with a layer in its slots."""
+    job = new_job(prompt(1, 5))
+    desk.ask("a", prompt(1), job)
+    desk.poll()
+    desk.loader.step()
+    desk.pool.insert(job)
+    job.early = True
+    desk.leave("a")
+    return job
+
+
 class TestGivingUp:
     def test_slots_are_free_before_the_loader_has_let_go(self, desk: Desk) -> None:
         jobs = [new_job(prompt(number, 8)) for number in range(3)]
@@ -195,9 +207,24 @@ class TestGivingUp:
         desk.jobs.drop_all()
         assert not desk.jobs.filling and len(desk.tree.free) == 20, "SGLang may flush at once"
         assert desk.jobs.wait_for_loader(1.0)
-        desk.poll()
         assert not desk.replanned and not desk.waiting
         assert {job.state for job in jobs} == {JobState.DROPPED}
+        desk.check_nothing_is_left()
+
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_an_early_job_is_finished_when_the_loader_is_done(
+        self, desk: Desk, fails: bool
+    ) -> None:
+        """SGLang flushes next, without a poll, unless other ranks would have to agree."""
+        job = early_job(desk)
+        if fails:
+            desk.loader.corrupt.add(prompt(1, 4))
+        desk.jobs.drop_all()
+        assert desk.jobs.wait_for_loader(1.0, alone=False)
+        assert desk.jobs.filling and not desk.ended
+        assert desk.jobs.wait_for_loader(1.0)
+        assert not desk.jobs.filling and desk.ended == [job]
+        assert len(desk.tree.nodes) == (0 if fails else 5)
         desk.check_nothing_is_left()
 
     def test_but_not_for_ever(self, desk: Desk) -> None:
@@ -217,13 +244,7 @@ class TestGivingUp:
 
 def test_what_others_hold_below_an_early_job_that_fails_is_released(desk: Desk) -> None:
     """Its slots are in the tree; a job for tokens behind it may have begun, or ended."""
-    job = new_job(prompt(1, 5))
-    desk.ask("a", prompt(1), job)
-    desk.poll()
-    desk.loader.step()
-    desk.pool.insert(job)
-    job.early = True
-    desk.leave("a")
+    early_job(desk)
     ended, loading = new_job(prompt(1, 7), 5), new_job((*prompt(1, 5), 77, 78, 79), 5)
     desk.ask("b", prompt(1, 8), ended)
     desk.ask("c", (*prompt(1, 5), 77, 78, 79, 80), loading)
