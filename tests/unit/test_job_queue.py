@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from impress_sglang.serving import job_queue
-from impress_sglang.serving.job_queue import overlapping
+from impress_sglang.serving.job_queue import Waiter, overlapping
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from tests.unit.job_world import Desk, Path, new_job, prompt, resident
 
@@ -84,6 +86,20 @@ class TestPassing:
         assert job.state is JobState.LOADING and desk.waiting == ["a"] and not desk.jobs.blocked
         desk.leave("a")
         assert desk.waiters["a"].blocked_at is None, "it may be put back"
+
+    def test_who_is_blocked_is_found_in_one_look_at_a_long_queue(self, desk: Desk) -> None:
+        class Counted(dict[str, Waiter]):
+            looks = 0
+
+            def values(self) -> Any:
+                self.looks += 1
+                return super().values()
+
+        for number in range(20):
+            desk.ask(f"{number}", prompt(number, 7), new_job(prompt(number, 6)))
+        desk.jobs.waiters["7"].blocked_at = 0.0
+        desk.jobs.waiters = counted = Counted(desk.jobs.waiters)
+        assert desk.jobs.blocked == [desk.waiters["7"]] and counted.looks == 1
 
     def test_nothing_is_held_against_a_request_that_came_to_the_head(self, desk: Desk) -> None:
         """No job waits: SGLang would wait for room for ever."""

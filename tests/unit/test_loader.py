@@ -81,6 +81,7 @@ def test_vote_prefers_votes_then_summed_score(case: tuple[Tensor, int]) -> None:
 
 SHAPES = {
     "mha": kv.make_shape(query_heads=5, kv_heads=5, probe=(0, 1)),
+    "mha-one": kv.make_shape(query_heads=5, kv_heads=5, probe=(0,)),
     "gqa": kv.make_shape(query_heads=12, kv_heads=4, key_dim=16, probe=(0,)),
     "gqa-two": kv.make_shape(query_heads=8, kv_heads=4, value_dim=12, probe=(0, 1)),
     "mqa": kv.make_shape(query_heads=4, kv_heads=1, probe=(0,)),
