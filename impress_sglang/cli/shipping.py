@@ -96,7 +96,7 @@ def import_(root: Path, which: Which, path: Path) -> Row:
     namespace, root = namespace_in(which), root.expanduser()
     told, exported = _read(path)
     first = next(exported.segments()).info
-    if told["namespace"] != _keyed(told["key"], namespace):
+    if told["namespace"] != _keyed(str(told["key"]), namespace):
         raise Refused("it belongs to another namespace: give its --extra-key and --cache-salt")
     with contextlib.suppress(Unreachable):
         names = [path.name for path in stores_in(root)]
@@ -137,7 +137,8 @@ def _read(path: Path) -> tuple[dict[str, Any], StoredTree]:
     """The contents of a folder, and its segments, whole and each behind what it builds on."""
     try:
         told = json.loads((path / CONTENTS).read_text(encoding="utf-8"))
-        if told["kind"] != KIND or len(told["key"].encode()) > hashlib.blake2b.MAX_KEY_SIZE:
+        key, _ = told["key"], told["namespace"]
+        if told["kind"] != KIND or len(str(key).encode()) > hashlib.blake2b.MAX_KEY_SIZE:
             raise ValueError("it was written by something else")
         found = list[StoredSegment]()
         for name, _ in told["segments"]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import secrets
 import struct
@@ -55,6 +56,8 @@ _MAX_PAGES = 1 << 20
 PACK_BYTES, RUN_BYTES = 64 << 20, 32 << 20
 # Seconds between scans for packs of other processes.
 SCAN_SECONDS = 1.0
+# A pack is dated at most once in so many seconds.
+DATE_SECONDS = 60.0
 # Seconds between counts of other processes' bytes; and the share of the quota that one eviction
 # frees, since it lists all files.
 COUNT_SECONDS, SLACK = 10.0, 0.02
@@ -160,6 +163,7 @@ class PageStore:
         self._index: dict[bytes, Page] = {}
         self._packs: dict[str, Sequence[bytes]] = {}
         self._probes: list[Future[None]] = []
+        self._dated: dict[str, float] = {}
         self._held, self._counted_at, self._scanned_at = 0, -COUNT_SECONDS, -SCAN_SECONDS
         self._in, self._out = (AlignedBuffer(), AlignedBuffer()), AlignedBuffer()
         try:
@@ -348,12 +352,11 @@ class PageStore:
             try:
                 with self._files.opened(self._folder / first.pack, flags) as descriptor:
                     self._files.read(descriptor, first.offset, view)
-                    with contextlib.suppress(OSError):
-                        self._files.date(descriptor, time.time_ns())
+                    self._date(first.pack, descriptor)
             except FileNotFoundError:
                 return None
             except EOFError:
-                return {}
+                continue
             parts = (view[page.offset - first.offset :][: page.size] for _, page in run)
             whole = {
                 place: part
@@ -363,6 +366,14 @@ class PageStore:
             if len(whole) == len(run):
                 break
         return whole
+
+    def _date(self, pack: str, descriptor: int) -> None:
+        """Date a pack that is used, of which the oldest go first."""
+        now = time.monotonic()
+        if now - self._dated.get(pack, -math.inf) >= DATE_SECONDS:
+            self._dated[pack] = now
+            with contextlib.suppress(OSError):
+                self._files.date(descriptor, time.time_ns())
 
     def _write(self, name: str, content: memoryview) -> bool:
         if not self._make_room(len(content)):

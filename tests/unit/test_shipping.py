@@ -168,7 +168,8 @@ def test_damage_is_found_wherever_it_is(file: Path, target: Workbench, capsys: S
     first, *rest = contents["segments"]
     for changes in (
         {"kind": "photos"},
-        {"key": "0"},
+        *({"key": key} for key in ("0", 7, None)),
+        {"namespace": None},
         {"segments": []},
         {"segments": [["../elsewhere", None]]},
         {"segments": rest},
@@ -179,6 +180,10 @@ def test_damage_is_found_wherever_it_is(file: Path, target: Workbench, capsys: S
     ):
         (file / CONTENTS).write_text(json.dumps(contents | changes))
         assert run(capsys, "import", file, target) == REFUSED, changes
+    (file / CONTENTS).write_text(
+        json.dumps({k: v for k, v in contents.items() if k != "namespace"})
+    )
+    assert run(capsys, "import", file, target) == REFUSED
     (file / CONTENTS).write_text("[" * 100_000)
     assert run(capsys, "import", file, target) == REFUSED
     for path in (file / "missing", file / CONTENTS):

@@ -133,7 +133,7 @@ def check_expired(life: Killing, before: list[Path], store: PartStore) -> bool:
 ACTS = {
     "write": (write, check_written, 10),
     "loss": (lose, check_lost, 5),
-    "rewrite": (rewrite, check_rewritten, 28),
+    "rewrite": (rewrite, check_rewritten, 26),
     "expiry": (expire, check_expired, 5),
 }
 
