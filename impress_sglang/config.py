@@ -83,7 +83,7 @@ def is_truncation(value: object) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Rule:
+class OptionRule:
     """Valid values of an option, besides its type; `expected` describes them in messages."""
 
     expected: str
@@ -91,27 +91,27 @@ class Rule:
     choices: tuple[str, ...] | None = None
 
 
-def one_of(names: tuple[str, ...]) -> Rule:
-    return Rule(f"one of {', '.join(names)}", lambda value: value in names, names)
+def one_of(names: tuple[str, ...]) -> OptionRule:
+    return OptionRule(f"one of {', '.join(names)}", lambda value: value in names, names)
 
 
-def at_least(minimum: float) -> Rule:
-    return Rule(f"{minimum:g} or more and finite", lambda value: minimum <= value < math.inf)
+def at_least(minimum: float) -> OptionRule:
+    return OptionRule(f"{minimum:g} or more and finite", lambda value: minimum <= value < math.inf)
 
 
-def above(bound: float) -> Rule:
-    return Rule(f"more than {bound:g} and finite", lambda value: bound < value < math.inf)
+def above(bound: float) -> OptionRule:
+    return OptionRule(f"more than {bound:g} and finite", lambda value: bound < value < math.inf)
 
 
-def between(minimum: float, maximum: float) -> Rule:
-    return Rule(f"{minimum:g} to {maximum:g}", lambda value: minimum <= value <= maximum)
+def between(minimum: float, maximum: float) -> OptionRule:
+    return OptionRule(f"{minimum:g} to {maximum:g}", lambda value: minimum <= value <= maximum)
 
 
 CONFIG_VARIABLE = "IMPRESS_CONFIG"
 DEFAULT_SSD_DIR = "~/.cache/impress-sglang/kv"
 
 
-def _option(default: Any, rule: Rule, help: str) -> Any:
+def _option(default: Any, rule: OptionRule, help: str) -> Any:
     return dataclasses.field(default=default, metadata={"rule": rule, "help": help})
 
 
@@ -123,7 +123,8 @@ class ImpressConfig:
     """
 
     # fmt: off
-    ssd_dir: str = _option(DEFAULT_SSD_DIR, Rule("a directory", lambda text: bool(text.strip())),
+    ssd_dir: str = _option(DEFAULT_SSD_DIR,
+        OptionRule("a directory", lambda text: bool(text.strip())),
         "Directory of the SSD store.")
     ssd_gb: float = _option(32.0, above(0), "Quota of the SSD store, in GB (10^9 bytes).")
     min_free_gb: float = _option(2.0, at_least(0), "Free space to leave on its file system, in GB.")
@@ -138,23 +139,23 @@ class ImpressConfig:
         "token. 1: every prompt is stored at once.")
     ttl: float = _option(0.0, at_least(0),
         "Seconds after which a stored prefix is removed, used or not. 0: no limit.")
-    store: str = _option("", Rule("s3://bucket/prefix", is_bucket),
+    store: str = _option("", OptionRule("s3://bucket/prefix", is_bucket),
         "Object store that servers share, s3://bucket/prefix. The directory is then a cache.")
     store_gb: float = _option(0.0, at_least(0),
         "Quota of the object store, in GB. The oldest objects go. 0: no quota.")
     retention: float | str = _option(1.0,
-        Rule(f"0 < r <= 1, or {AUTO}", lambda r: r == AUTO or (is_number(r) and 0 < r <= 1)),
+        OptionRule(f"0 < r <= 1, or {AUTO}", lambda r: r == AUTO or (is_number(r) and 0 < r <= 1)),
         "Policies paper* and as+h2o*: fraction of a stored prefix that each layer attends to. "
         f"auto: the largest whose I/O hides behind compute, at least {AUTO_FLOOR:g}.")
     min_retention: float = _option(0.05, between(0, 1),
         "Floor under the retention that a request asks for.")
     bits: float | str = _option(USUAL,
-        Rule(f"{BITS_TEXT}, {EXACTLY}, {AUTO} or {USUAL}",
+        OptionRule(f"{BITS_TEXT}, {EXACTLY}, {AUTO} or {USUAL}",
              lambda bits: is_bits(bits) or bits in (AUTO, USUAL)),
         "Bits per element of codes, for all requests that ask for no more. exact: KVs as they "
         f"were computed. usual: {USUAL_BITS:g}, or exact where codes would not save (KVs in fp8). "
         f"auto: exact KVs where they take hardly longer than {USUAL_BITS:g} bits.")
-    basis: str = _option("", Rule("anything", lambda value: True),
+    basis: str = _option("", OptionRule("anything", lambda value: True),
         "File made by `impress calibrate` for this model. KVs are coded by it in fewer bytes, as "
         "accurately as in 6 bits without it, or in 5 with --impress-bits 5.")
     keep: str = _option(AUTO, one_of(KEEPS),
@@ -164,10 +165,10 @@ class ImpressConfig:
     probe_heads: int = _option(3, at_least(1),
         "Policies paper*: probe heads N of a multi-head model. With G KV heads, max(1, round(N * "
         "G / 32)) of them.")
-    alpha: float = _option(0.6, Rule("0 < alpha <= 1", lambda alpha: 0 < alpha <= 1),
+    alpha: float = _option(0.6, OptionRule("0 < alpha <= 1", lambda alpha: 0 < alpha <= 1),
         "Policies paper*: exponent of the similarity threshold t = j**alpha.")
     chunk_tokens: int = _option(64,
-        Rule("a multiple of 8 between 8 and 4096", lambda n: 8 <= n <= 4096 and n % 8 == 0),
+        OptionRule("a multiple of 8 between 8 and 4096", lambda n: 8 <= n <= 4096 and n % 8 == 0),
         "Tokens per chunk, the unit of caching.")
     min_prefix_tokens: int = _option(256, at_least(1),
         "Shortest prefix to store, and shortest part of one to load.")
@@ -195,17 +196,17 @@ class ImpressConfig:
     approximation_depth: int = _option(8, at_least(0),
         "How many approximations a stored KV may rest on. 0: only exact KVs are stored. 1: also "
         "what is computed behind exact KVs in few bits, and so on.")
-    blend: float | str = _option("off", Rule(f"0 to 1, {AUTO} or {OFF}", is_blend),
+    blend: float | str = _option("off", OptionRule(f"0 to 1, {AUTO} or {OFF}", is_blend),
         "Reuse stored text where it is no prefix, which is approximate. A number: this share of "
         "its tokens is computed again. auto: the largest share that hardly takes longer than "
         f"{AUTO_SHARE:g}.")
     blend_min_tokens: int = _option(512, at_least(1),
         "Fewest tokens of a prompt that are worth blending.")
     blend_seconds: float = _option(5.0,
-        Rule("more than 0, and 60 at most", lambda value: 0 < value <= 60),
+        OptionRule("more than 0, and 60 at most", lambda value: 0 < value <= 60),
         "Most seconds of computing that a blend may take. A request that would need more is "
         "computed instead.")
-    truncate: float | str = _option("off", Rule(f"between 0 and 1, or {OFF}", is_truncation),
+    truncate: float | str = _option("off", OptionRule(f"between 0 and 1, or {OFF}", is_truncation),
         "A prompt too long for the context is cut instead of refused: the system prompt stays, "
         "and this share of the room for the conversation is left out at once, the oldest first "
         "(AttentionStore: 0.5).")
@@ -239,7 +240,7 @@ class ImpressConfig:
                 raise ConfigError(f"{option.flag} has a value of the wrong type: {value!r}")
             if not option.rule.holds(value):
                 raise ConfigError(f"{option.flag} must be {option.rule.expected}, got {value!r}")
-        max_retention = 1.0 if self.retention == AUTO else self.usual_retention
+        max_retention = 1.0 if self.retention == AUTO else self.default_retention
         uncoded, blends = self.policy not in CODED_POLICIES, self.blend != OFF
         needs_codes = f"needs --impress-policy impress, got {self.policy!r}"
         conflicts = {
@@ -293,21 +294,21 @@ class ImpressConfig:
 
         They serve requests for this many bits or fewer; others get exact KVs.
         """
-        return min(self.usual_bits, USUAL_BITS)
+        return min(self.default_bits, USUAL_BITS)
 
     @property
     def _loads_exact(self) -> bool:
-        return self.usual_bits > self.code_bits
+        return self.default_bits > self.code_bits
 
     @property
-    def usual_retention(self) -> float:
+    def default_retention(self) -> float:
         """Retention of requests without the option; with auto, its minimum."""
         if self.retention == AUTO:
             return max(AUTO_FLOOR, self.min_retention)
         return float(self.retention)
 
     @property
-    def usual_bits(self) -> float:
+    def default_bits(self) -> float:
         """Bits per element of requests without the option; with auto, their minimum."""
         return number_of_bits(self.bits)
 
@@ -396,7 +397,7 @@ class Option:
     field: str
     parse: Callable[[str], Any]
     types: tuple[type, ...]
-    rule: Rule
+    rule: OptionRule
     help: str
 
     @property

@@ -311,7 +311,7 @@ class Estimate:
         return max(io - self.compute, 0.0) if self.overlapped else io
 
 
-def most_of(estimates: Sequence[Estimate]) -> int:
+def best_within_tolerance(estimates: Sequence[Estimate]) -> int:
     """Index of the first estimate that takes hardly longer than the fastest; best quality first."""
     limit = HARDLY_LONGER * min(estimate.seconds() for estimate in estimates)
     return next(number for number, estimate in enumerate(estimates) if estimate.seconds() <= limit)
@@ -385,7 +385,7 @@ class Estimator:
         computing = self.computing_seconds(before, new)
         return computing if computing is not None and left > computing else None
 
-    def late_seconds(self, left: float, before: int, new: int) -> float | None:
+    def max_layer_wait(self, left: float, before: int, new: int) -> float | None:
         """Seconds that a pass may wait for the rest of its prefix, which takes `left` seconds.
 
         None if the rest takes longer than the pass, which could then not hide it.

@@ -29,7 +29,7 @@ def locked(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenate[A
     return wrapper
 
 
-def compute_alone() -> None:
+def use_one_torch_thread() -> None:
     """Make torch use only the calling thread for its computations from now on.
 
     Otherwise OpenMP gives each computing thread a team of its own, with one thread per core. As

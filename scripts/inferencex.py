@@ -21,7 +21,7 @@ import yaml
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.plugin.capabilities import check_extra_pools, check_options
+from impress_sglang.plugin.unsupported import check_extra_pools, check_options
 
 # What the layers of a family keep, by the start of the family's name in InferenceX; None: MLA, with
 # or without sparse attention, or plain keys and values.

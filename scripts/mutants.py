@@ -53,7 +53,7 @@ TARGETS = (
     "store/health",
     "paper/request",
     "paper/plugin/part_cache",
-    "plugin/write_back",
+    "plugin/prefix_saves",
 )
 SWAPS = {
     old: new

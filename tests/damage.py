@@ -47,7 +47,7 @@ def take_away(root: Path) -> Path:
     return away
 
 
-def put_back(root: Path) -> None:
+def retract(root: Path) -> None:
     """The directory is back, in the place of what was made meanwhile."""
     if root.exists():
         number = len(list(root.parent.glob(f"{root.name}.meanwhile-*")))

@@ -25,7 +25,7 @@ class _Read:
     """A read in flight: what will be told of it, and when."""
 
     address: int
-    not_before: float
+    retry_poll: float
     hangs_by: Rule | None
     flips: bool
     result: int | None = None
@@ -115,6 +115,6 @@ class FaultyEngine:
             number
             for number, read in self._flying.items()
             if read.result is not None
-            and read.not_before <= now
+            and read.retry_poll <= now
             and not (read.hangs_by is not None and self._files.faults.active(read.hangs_by))
         ]

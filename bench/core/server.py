@@ -16,20 +16,20 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from bench.core.emulation import SlowFileSystem
 from impress_sglang.paper.store import PartStore
 from impress_sglang.plugin.admin import VERBS
+from impress_sglang.plugin.impress_tree_cache import ImpressTreeCache
 from impress_sglang.plugin.routes import send
-from impress_sglang.plugin.served_cache import ServedCache
 from impress_sglang.storage.files import install
 
 _FILES = SlowFileSystem()
 
 
-def _set_ssd_mbps(cache: ServedCache, asked: Any) -> Any:
+def _set_ssd_mbps(cache: ImpressTreeCache, asked: Any) -> Any:
     _FILES.set_rate(asked.value)
     # There is none while weights change.
     return cache.summary()["store"] or {}
 
 
-def _reorder_all(cache: ServedCache, _: Any) -> Any:
+def _reorder_all(cache: ImpressTreeCache, _: Any) -> Any:
     store = cache.service.store
     assert isinstance(store, PartStore)
     store.enqueue_rewrites(force=True)

@@ -51,7 +51,7 @@ from bench.core.session import step
 from bench.traffic.sessions import TRACE, read_sessions
 from impress_sglang.config import EXACT_BITS, ImpressConfig
 from impress_sglang.serving.kv_class import KVClass
-from impress_sglang.serving.sights import Sights
+from impress_sglang.serving.prefix_frequency import PrefixFrequencySketch
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.storage.segment import Tokens
@@ -197,7 +197,7 @@ class Store:
         self.token_bytes = model.token_bytes * kind.read
         self.tree = StoredTree()
         self._config, self._own = config, KVClass(kind.bits)
-        self._sights = Sights(config.write_after) if config.write_after > 1 else None
+        self._sights = PrefixFrequencySketch(config.write_after) if config.write_after > 1 else None
         self._page_bytes = config.chunk_tokens * self.token_bytes
         rule, pages = make_policy(config).replacement(), config.host_gb * 1e9 / self._page_bytes
         self._cache = Placement(rule, device_pages=0, host_pages=int(pages), max_chunk_pages=1)

@@ -28,7 +28,7 @@ from impress_sglang.transfer.sources import WholeSource
 CHECKED_LAYERS = 2
 
 
-class Kind(enum.IntEnum):
+class TokenKind(enum.IntEnum):
     """Source of the KVs of a token of a blended prefix."""
 
     KEPT = 0
@@ -48,7 +48,7 @@ class BlendJob(LoadJob):
     runs: tuple[Run, ...]
     """Runs to read, in prompt order, from the first token that is not resident."""
     kinds: Uint8s
-    """uint8 [stop - start], the `Kind` of each of its tokens."""
+    """uint8 [stop - start], the `TokenKind` of each of its tokens."""
     share: float
     """Share of the `REUSED` tokens to compute, on average over the layers."""
     new: int
@@ -78,9 +78,9 @@ class BlendJob(LoadJob):
     @property
     def parts(self) -> tuple[int, int, int]:
         """See `LoadJob.parts`; the kept tokens come first."""
-        kept = int(np.argmax(np.append(self.kinds, Kind.COMPUTED) != Kind.KEPT))
+        kept = int(np.argmax(np.append(self.kinds, TokenKind.COMPUTED) != TokenKind.KEPT))
         reused, computed = (
-            np.count_nonzero(self.kinds == kind) for kind in (Kind.REUSED, Kind.COMPUTED)
+            np.count_nonzero(self.kinds == kind) for kind in (TokenKind.REUSED, TokenKind.COMPUTED)
         )
         return kept, int(reused), int(computed)
 
@@ -111,7 +111,7 @@ class BlendJob(LoadJob):
             self.kinds, self.runs = self.kinds[start - before :], tuple(runs)
         else:
             end = min(max(self.match.num_tokens, start), before)
-            gone = [Kind.KEPT] * (end - start) + [Kind.COMPUTED] * (before - end)
+            gone = [TokenKind.KEPT] * (end - start) + [TokenKind.COMPUTED] * (before - end)
             kept = [run.part(start, end) for run in runs_of(self.match, start) if end > start]
             self.kinds = np.concatenate([np.array(gone, np.uint8), self.kinds])
             self.runs = (*kept, *self.runs)

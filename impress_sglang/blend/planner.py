@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from impress_sglang.blend.job import CHECKED_LAYERS, BlendJob, Kind, groups_of, runs_of
+from impress_sglang.blend.job import CHECKED_LAYERS, BlendJob, TokenKind, groups_of, runs_of
 from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.config import AUTO, AUTO_SHARE, OFF
-from impress_sglang.cost import Estimate, RequestLengths, most_of
+from impress_sglang.cost import Estimate, RequestLengths, best_within_tolerance
 from impress_sglang.loops.types import Uint8s
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.load_jobs import LoadJob
@@ -103,12 +103,12 @@ class BlendPlanner:
         min_tokens = self._config.blend_min_tokens
         if more < min_tokens:
             return (Reason.BLEND_TOO_SHORT, f"{more:,} of {min_tokens:,} tokens") if more else None
-        kinds = np.full(stop - resident_len, Kind.COMPUTED, np.uint8)
-        kinds[: prefix_len - resident_len] = Kind.KEPT
+        kinds = np.full(stop - resident_len, TokenKind.COMPUTED, np.uint8)
+        kinds[: prefix_len - resident_len] = TokenKind.KEPT
         for run in runs:
-            kinds[run.start - resident_len : run.stop - resident_len] = Kind.REUSED
+            kinds[run.start - resident_len : run.stop - resident_len] = TokenKind.REUSED
         if prefix_len < HEAD_TOKENS:
-            kinds[: HEAD_TOKENS - resident_len] = Kind.COMPUTED
+            kinds[: HEAD_TOKENS - resident_len] = TokenKind.COMPUTED
         work = RequestLengths(resident_len, stop - resident_len, len(tokens) + 1 - stop)
         read = (*runs_of(match, resident_len), *runs)
         num_bytes = store.segments.bytes_to_read([run.span for run in read], codes=True)
@@ -178,13 +178,13 @@ class BlendPlanner:
 
         `measured`: see `Estimator.estimate_blend`.
         """
-        counts, estimates = np.bincount(kinds, minlength=len(Kind)), []
+        counts, estimates = np.bincount(kinds, minlength=len(TokenKind)), []
         for share in shares:
             checked = CHECKED_LAYERS / self._service.shape.num_layers if share else 0.0
             again = min(share + checked, 1.0)
-            computed = float(counts[Kind.COMPUTED] + again * counts[Kind.REUSED])
+            computed = float(counts[TokenKind.COMPUTED] + again * counts[TokenKind.REUSED])
             estimator = self._service.estimator
             estimates.append(estimator.estimate_blend(work, computed, io, measured=measured))
         # Without measurements, all shares seem to take equally long.
-        chosen = most_of(estimates) if estimates[-1].known else -1
+        chosen = best_within_tolerance(estimates) if estimates[-1].known else -1
         return shares[chosen], estimates[chosen]

@@ -12,7 +12,7 @@ EXIT_STATUS = {
 }
 
 
-class Refused(Exception):
+class CommandError(Exception):
     """A command, any function of it, cannot be carried out as it was given; says why."""
 
     status = REFUSED

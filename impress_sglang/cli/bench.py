@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from impress_sglang.cli import Refused, Unreachable
+from impress_sglang.cli import CommandError, Unreachable
 from impress_sglang.cli.server import Server
 
 QUESTION_TOKENS = 16
@@ -41,11 +41,11 @@ def measure(
     Returns the rows of a table, and a conclusion.
     """
     if min(prefixes, clients) < 1 or tokens < 2 * _BLOCK_TOKENS:
-        raise Refused(f"there must be a prefix, of {2 * _BLOCK_TOKENS} tokens, and a client")
+        raise CommandError(f"there must be a prefix, of {2 * _BLOCK_TOKENS} tokens, and a client")
     wanted = prefixes * tokens
     ids = random.choices(_IDS, k=wanted) if text is None else server.tokenize(text)
     if len(ids) < wanted:
-        raise Refused(f"the text has {len(ids):,} tokens, and {wanted:,} are needed")
+        raise CommandError(f"the text has {len(ids):,} tokens, and {wanted:,} are needed")
     parts = [ids[start : start + tokens] for start in range(0, wanted, tokens)]
     salt = f"impress-bench-{random.randbytes(8).hex()}"
     ways = (_COMPUTED, _STORED, _POOL, _LOADED, _DECLINED, _MISSED)
@@ -165,7 +165,7 @@ def _removing(server: Server, salt: str) -> Iterator[None]:
                 salts = (salt, f"{salt}-computed", f"{salt}-first")
                 gone = [server.order("purge", {"cache_salt": salt})["segments"] for salt in salts]
                 told = f"removed what was stored: {sum(gone)} segments"
-            except (Refused, Unreachable) as error:
+            except (CommandError, Unreachable) as error:
                 purge = f"impress purge --cache-salt {salt}"
                 told = f"what was stored stays for {LEFT_FOR_S} s ({error}): {purge}"
             print(f"impress: {told}", file=sys.stderr)

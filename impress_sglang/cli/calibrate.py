@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from impress_sglang.cli import Refused
+from impress_sglang.cli import CommandError
 from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.codes.rows.basis import RATES, Basis
 from impress_sglang.codes.rows.coder import encode_layer, kvs_of
@@ -50,7 +50,7 @@ def calibrate(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not out.parent.is_dir():
-        raise Refused(f"there is no directory {out.parent}")
+        raise CommandError(f"there is no directory {out.parent}")
     contents = _read(texts)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -59,7 +59,7 @@ def calibrate(
             model, local_files_only=True, dtype=torch.float32
         )
     except (OSError, ValueError) as error:
-        raise Refused(f"{model} cannot be loaded: {error}") from error
+        raise CommandError(f"{model} cannot be loaded: {error}") from error
     ids = {
         kind: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:tokens]
         for kind, text in contents.items()
@@ -79,12 +79,12 @@ def calibrated(
     """Fit bases of all `RATES` by tokens of each kind of text: for each size, of each rank."""
     short = [kind for kind, tokens in ids.items() if len(tokens) < 2 * _LEAST_TOKENS]
     if short:
-        raise Refused(f"texts with fewer than {2 * _LEAST_TOKENS} tokens: {', '.join(short)}")
+        raise CommandError(f"texts with fewer than {2 * _LEAST_TOKENS} tokens: {', '.join(short)}")
     heads = prompts.num_kv_heads
     for size in tp_sizes:
         # More ranks have some heads in common.
         if size < 1 or max(size, heads) % min(size, heads):
-            raise Refused(f"{size} ranks cannot share {heads} KV heads")
+            raise CommandError(f"{size} ranks cannot share {heads} KV heads")
     first = {kind: tokens[: len(tokens) // 2] for kind, tokens in ids.items()}
     second = {kind: tokens[len(tokens) // 2 :] for kind, tokens in ids.items()}
     sample = _Sample(prompts)
@@ -92,7 +92,7 @@ def calibrated(
     features = sum(heads * dim for heads, dim in sample.moments.shapes)
     if sample.moments.count < features:
         # All else of what is to come would be unlike these.
-        raise Refused(
+        raise CommandError(
             f"a basis for this model needs texts with more than {2 * features} tokens in all: "
             "give more of them, or raise --tokens"
         )
@@ -182,12 +182,12 @@ class Prompts:
     """What a transformers model computes of prompts, in float32."""
 
     def __init__(self, model: Any) -> None:
-        """Take a causal model; `Refused`, if it has no rotary embeddings."""
+        """Take a causal model; `CommandError`, if it has no rotary embeddings."""
         self._model = model
         self._generator = torch.Generator(model.device).manual_seed(_SEED)
         found = [module for name, module in model.named_modules() if name.endswith("rotary_emb")]
         if not found:
-            raise Refused(f"{type(model).__name__} has no rotary embeddings")
+            raise CommandError(f"{type(model).__name__} has no rotary embeddings")
 
         @torch.no_grad()
         def table(positions: int) -> Tensor:
@@ -284,7 +284,7 @@ class Prompts:
             keys = found[0][0]
             same = torch.tensor([ids.index(kind) for kind in ids], device=keys.device)
             if (keys - keys[same]).abs().max() > _TURNED_ERROR * keys.abs().max():
-                raise Refused(f"{type(self._model).__name__} rotates keys in an unknown way")
+                raise CommandError(f"{type(self._model).__name__} rotates keys in an unknown way")
         return found
 
     def turned(self, keys: Tensor, *, back: bool) -> Tensor:
@@ -328,10 +328,10 @@ def _read(texts: Sequence[Path]) -> dict[str, str]:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise Refused(f"{path} cannot be read: {error}") from error
+            raise CommandError(f"{path} cannot be read: {error}") from error
         kind = path.name.partition(".")[0]
         if kind in found:
-            raise Refused(f"there are two texts named {kind}")
+            raise CommandError(f"there are two texts named {kind}")
         found[kind] = text
     return found
 

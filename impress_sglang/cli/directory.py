@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from impress_sglang.cli import Refused, Unreachable
+from impress_sglang.cli import CommandError, Unreachable
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ConfigError, PrefixUnreadable, StoreInUseError
 from impress_sglang.storage.directory import (
@@ -141,7 +141,7 @@ def order(root: Path, verb: str, which: Which) -> list[Row]:
             if (place := place_of(store, which)) is not None:
                 found[path.name] = store, place
         if not found:
-            raise Refused(f"there is no segment {which['segment']}")
+            raise CommandError(f"there is no segment {which['segment']}")
         if verb == "unpin":
             counts = {name: store.pins.unpin(*place) for name, (store, place) in found.items()}
             return [{"store": name, "unpinned": count} for name, count in counts.items()]
@@ -150,7 +150,7 @@ def order(root: Path, verb: str, which: Which) -> list[Row]:
             return [{"store": name, **_purge(*found[name], age)} for name in found]
         refusals = {name: store.pins.pin(*place) for name, (store, place) in found.items()}
         if None not in refusals.values():
-            raise Refused("; ".join(map(str, refusals.values())))
+            raise CommandError("; ".join(map(str, refusals.values())))
         pinned = [name for name, refusal in refusals.items() if refusal is None]
         return [{"store": name, **found[name][0].pins.summary()} for name in pinned]
 
@@ -216,7 +216,7 @@ def place_of(store: PrefixStore, which: Which) -> tuple[str | None, Tokens | Non
         segment = store.tree.get(which["segment"])
         return None if segment is None else (segment.info.namespace, segment.prompt())
     if "text" in which:
-        raise Refused("a directory has no tokenizer: give --ids or --segment")
+        raise CommandError("a directory has no tokenizer: give --ids or --segment")
     if "all" in which:
         return None, None
     name = store.namespace(namespace_in(which))
@@ -224,10 +224,10 @@ def place_of(store: PrefixStore, which: Which) -> tuple[str | None, Tokens | Non
         ids = which["input_ids"]
         whole = len(ids) // BLOCK_TOKENS * BLOCK_TOKENS
         if not whole or not all(0 <= token < 2**31 for token in ids):
-            raise Refused(f"a prefix has at least {BLOCK_TOKENS} tokens, ids from 0 to 2^31")
+            raise CommandError(f"a prefix has at least {BLOCK_TOKENS} tokens, ids from 0 to 2^31")
         return name, np.array(ids[:whole], np.int32)
     if not {"extra_key", "cache_salt"} & which.keys():
-        raise Refused("which prefix? give --ids, --segment, --extra-key or --older-than")
+        raise CommandError("which prefix? give --ids, --segment, --extra-key or --older-than")
     return name, None
 
 

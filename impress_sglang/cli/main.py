@@ -15,7 +15,7 @@ from impress_sglang.cli import (
     DONE,
     EXIT_STATUS,
     INTERRUPTED,
-    Refused,
+    CommandError,
     Unreachable,
 )
 from impress_sglang.cli.bench import measure
@@ -188,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     try:
         found = _carry_out(args)
-    except (Refused, Unreachable, KeyboardInterrupt) as error:
+    except (CommandError, Unreachable, KeyboardInterrupt) as error:
         print(f"impress: {str(error) or 'interrupted'}", file=sys.stderr)
         return getattr(error, "status", INTERRUPTED)
     try:
@@ -215,18 +215,18 @@ def _carry_out(args: argparse.Namespace) -> Any:
             few = {} if args.bits is None else {"bits": args.bits}
             return HICACHE | {"ssd_dir": str(args.ssd_dir.absolute()), "ssd_gb": args.ssd_gb} | few
     if getattr(args, "dir", None) is not None:
-        from impress_sglang.cli import directory, shipping
+        from impress_sglang.cli import directory, export_import
 
         match args.command:
             case "pin" | "unpin" | "purge":
                 return directory.order(args.dir, args.command, _prefix_of(args))
             case "export":
-                return shipping.export(args.dir, _prefix_of(args), args.path, args.store)
+                return export_import.export(args.dir, _prefix_of(args), args.path, args.store)
             case "import":
-                return shipping.import_(args.dir, _prefix_of(args), args.path)
+                return export_import.import_(args.dir, _prefix_of(args), args.path)
         return getattr(directory, args.command)(args.dir)
     if getattr(args, "segment", None) is not None:
-        raise Refused("--segment names a prefix in a directory: give --dir")
+        raise CommandError("--segment names a prefix in a directory: give --dir")
     server = Server(args.url, args.key, getattr(args, "api_key", None))
     match args.command:
         case "bench":
@@ -251,7 +251,7 @@ def _read(path: Path) -> str:
     try:
         return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise Refused(f"{path} cannot be read: {error}") from error
+        raise CommandError(f"{path} cannot be read: {error}") from error
 
 
 def _prefix_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -267,7 +267,8 @@ def _prefix_of(args: argparse.Namespace) -> dict[str, Any]:
         try:
             body["input_ids"] = [int(number) for number in args.ids.split(",")]
         except ValueError as error:
-            raise Refused(f"--ids must be numbers with commas between them: {error}") from error
+            problem = f"--ids must be numbers with commas between them: {error}"
+            raise CommandError(problem) from error
     # An age alone means all prefixes of that age.
     return {**body, "all": True} if body.keys() == {"older_than"} else body
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from impress_sglang.cli import Refused
+from impress_sglang.cli import CommandError
 from impress_sglang.codes.groups.codec import DIM_GRAIN
 from impress_sglang.codes.rows.basis import Basis
 from impress_sglang.config import BITS, BITS_TEXT, CODES, ImpressConfig
@@ -31,7 +31,7 @@ def plan(args: Namespace) -> dict[str, Any]:
     prefixes, tokens, per_second = args.prefixes, args.tokens, args.drive_gbps * _GB
     positive = min(prefixes, tokens) >= 1 and args.per_day >= 0 and per_second > 0
     if not positive or args.bits not in BITS:
-        raise Refused(
+        raise CommandError(
             f"prefixes, tokens and the drive's rate must be positive, and bits one of {BITS_TEXT}"
         )
     shape = shape_of(_config_of(args.model), args.bits)
@@ -39,7 +39,7 @@ def plan(args: Namespace) -> dict[str, Any]:
         try:
             shape = shape_by(Basis.load(args.basis).keeping(args.bits), shape)
         except ImpressError as error:
-            raise Refused(str(error)) from error
+            raise CommandError(str(error)) from error
     shape = replace(shape, exact=args.keep != CODES)
     layout = SegmentLayout(shape, ImpressConfig().chunk_tokens, tokens, 0)
     read = sum(part.num_bytes for part in layout.codes)
@@ -63,7 +63,7 @@ def shape_of(config: Mapping[str, Any], bits: float) -> KVShape:
     """The shape of a model's KVs, in codes of so many bits, on one rank that has all heads."""
     config = config.get("text_config") or config
     if config.get("kv_lora_rank"):
-        raise Refused("the model compresses its KVs (MLA), which is not supported")
+        raise CommandError("the model compresses its KVs (MLA), of which no sizes are known here")
     try:
         heads = int(config["num_attention_heads"])
         dim = int(config.get("head_dim") or config["hidden_size"] // heads)
@@ -72,11 +72,13 @@ def shape_of(config: Mapping[str, Any], bits: float) -> KVShape:
         name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
         dtype = getattr(torch, name)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Refused(f"the model's config.json does not say its KVs: {error!r}") from error
+        raise CommandError(f"the model's config.json does not say its KVs: {error!r}") from error
     if not isinstance(dtype, torch.dtype) or not key_heads or heads % key_heads:
-        raise Refused("the model's config.json does not say its KVs")
+        raise CommandError("the model's config.json does not say its KVs")
     if dim % DIM_GRAIN:
-        raise Refused(f"heads of {dim} dimensions, no multiple of {DIM_GRAIN}, are not supported")
+        raise CommandError(
+            f"heads of {dim} dimensions, no multiple of {DIM_GRAIN}, are not supported"
+        )
     return KVShape(layers, heads, key_heads, dim, dim, dtype, (), bits)
 
 
@@ -87,5 +89,5 @@ def _config_of(model: Path) -> Mapping[str, Any]:
         if isinstance(config, dict):
             return config
     except (OSError, ValueError) as error:
-        raise Refused(f"{path} cannot be read: {error}") from error
-    raise Refused(f"{path} is not a model's configuration")
+        raise CommandError(f"{path} cannot be read: {error}") from error
+    raise CommandError(f"{path} is not a model's configuration")

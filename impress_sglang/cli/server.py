@@ -7,7 +7,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from impress_sglang.cli import Refused, Unreachable
+from impress_sglang.cli import CommandError, Unreachable
 
 TIMEOUT_S = 600.0
 FLUSHED_IN_S = 60.0
@@ -83,16 +83,16 @@ class Server:
 
 def _meaning(error: urllib.error.HTTPError) -> Exception:
     if error.code in (401, 403):
-        return Refused("the server wants another key: give --key, or set IMPRESS_KEY")
+        return CommandError("the server wants another key: give --key, or set IMPRESS_KEY")
     if error.code == 404:
         return Unreachable("there is no IMPRESS there: was the server started with it?")
     text = error.read()
     try:
         told = json.loads(text)["error"]
         # SGLang's own errors are objects with a message.
-        return Refused(str(told["message"] if isinstance(told, dict) else told))
+        return CommandError(str(told["message"] if isinstance(told, dict) else told))
     except (ValueError, KeyError, TypeError):
         refusal = text.decode(errors="replace").strip().split("\n")[0]
         if error.code == 400 and refusal:
-            return Refused(refusal)
+            return CommandError(refusal)
         return Unreachable(f"the server answers with status {error.code}")

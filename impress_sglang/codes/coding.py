@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 
-class Coding(NamedTuple):
+class EncodedLayer(NamedTuple):
     """A layer in codes: `groups` uint8 [groups, group_bytes]; with a basis rows of tokens,
-    and `fit` is their `codes.rows.coder.fit_of`."""
+    and `fit` is their `codes.rows.coder.misfit_of`."""
 
     groups: Tensor
     fit: float = 0.0
 
 
 # Codes a layer, given its number, keys [t, G, Dk] and values [t, G, Dv]. It may raise `NotCodable`.
-CodingRule = Callable[[int, Tensor, Tensor], Coding]
+LayerEncoder = Callable[[int, Tensor, Tensor], EncodedLayer]
 
 
 class Rows(NamedTuple):

@@ -15,14 +15,14 @@ from torch import Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Turns:
+class RotationFactors:
     """Factors that rotate keys of n tokens: float32 [n, 1, rotated dimensions / 2]."""
 
     cos: Tensor
     sin: Tensor
 
-    def to(self, device: torch.device) -> Turns:
-        return Turns(self.cos.to(device), self.sin.to(device))
+    def to(self, device: torch.device) -> RotationFactors:
+        return RotationFactors(self.cos.to(device), self.sin.to(device))
 
 
 class KeyRotation:
@@ -40,15 +40,17 @@ class KeyRotation:
         """Extend the table to `positions`, so that other threads need not extend it."""
         self._table(positions)
 
-    def turns(self, old: Tensor, new: Tensor) -> Turns:
+    def turns(self, old: Tensor, new: Tensor) -> RotationFactors:
         """Return the turns that move keys from positions `old` to `new`, int64 [n] on the CPU."""
         table = self._table(int(torch.maximum(old, new).max()) + 1)
         old_cos, old_sin = self._rows(table, old)
         cos, sin = self._rows(table, new)
         norm = old_cos * old_cos + old_sin * old_sin
-        return Turns((cos * old_cos + sin * old_sin) / norm, (sin * old_cos - cos * old_sin) / norm)
+        return RotationFactors(
+            (cos * old_cos + sin * old_sin) / norm, (sin * old_cos - cos * old_sin) / norm
+        )
 
-    def move(self, keys: Tensor, turns: Turns) -> Tensor:
+    def move(self, keys: Tensor, turns: RotationFactors) -> Tensor:
         """Move keys [n, G, D] to their new positions, in their dtype; computed in float32."""
         half = turns.cos.shape[-1]
         rotated, rest = keys[..., : 2 * half].float(), keys[..., 2 * half :]

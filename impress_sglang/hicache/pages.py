@@ -39,7 +39,7 @@ from impress_sglang.errors import ConfigError
 from impress_sglang.storage.files import AlignedBuffer, FileSystem, installed
 from impress_sglang.storage.layout import BLOCK_BYTES, round_up
 from impress_sglang.storage.writer import TEMPORARY_SUFFIX, publishing
-from impress_sglang.store.health import Health, Work
+from impress_sglang.store.health import DiskTask, Health
 from impress_sglang.threads import BackgroundThread
 
 logger = logging.getLogger(__name__)
@@ -291,7 +291,7 @@ class PageStore:
                 errors = [probe.exception() for probe in self._probes]
                 self._probes = []
                 self.health.probed(errors[0] or errors[1], readable=errors[0] is None)
-            if Work.PROBE in self.health.due():
+            if DiskTask.PROBE in self.health.due():
                 self._probes = [
                     self._reader.submit(self._try_read),
                     self._writer.submit(self._try_write),

@@ -17,10 +17,10 @@ from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.placement import Access, Tier
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.sources import OpenSpan, StoredSource
-from impress_sglang.transfer.wanted import Wanted
+from impress_sglang.transfer.wanted import WantedChunks
 
 
-class WantedRows(Wanted):
+class WantedRows(WantedChunks):
     """Rows of some columns of a layer."""
 
     def __init__(self, layout: SegmentLayout, rows: Mapping[Column, Indices]) -> None:
@@ -90,7 +90,7 @@ class PartSource(StoredSource):
         self._firsts = list(itertools.accumulate(self.lengths, initial=0))
         """Index of the first token of each span."""
 
-    def _certain(self, layer: int) -> Sequence[Sequence[Wanted]]:
+    def _certain(self, layer: int) -> Sequence[Sequence[WantedChunks]]:
         return self._ahead
 
     def read_probe(self, layer: int) -> Tensor:
@@ -177,7 +177,7 @@ class PartSource(StoredSource):
         return joined
 
     def _count(
-        self, wanted: Mapping[int, Wanted], missing: Sequence[int], access: Access
+        self, wanted: Mapping[int, WantedChunks], missing: Sequence[int], access: Access
     ) -> tuple[int, int, int]:
         counts = super()._count(wanted, missing, access)
         if self._chosen:

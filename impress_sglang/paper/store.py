@@ -26,7 +26,7 @@ from impress_sglang.storage.writer import WriteAbandoned, write_segment
 from impress_sglang.store.policies import make_policy
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
-from impress_sglang.threads import BackgroundThread, compute_alone
+from impress_sglang.threads import BackgroundThread, use_one_torch_thread
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.sources import StoredSource
 
@@ -59,7 +59,7 @@ class PartStore(PrefixStore):
         self._reorders = make_policy(self._config).reorders
         self._counts = dict.fromkeys(("segments", "failed", "without_space", "bytes_written"), 0)
         self._next_look = time.monotonic() + self._interval
-        self._rewriter = BackgroundThread("impress-reorder", compute_alone)
+        self._rewriter = BackgroundThread("impress-reorder", use_one_torch_thread)
         self._queue: collections.deque[StoredSegment] = collections.deque()
         self._job: Rewrite | None = None
         # Segments that were read since the last search.
@@ -68,7 +68,7 @@ class PartStore(PrefixStore):
     def open_part(self, match: StoredMatch, start: int, stop: int, *, whole: bool) -> PartSource:
         """Open a source for the tokens [start, stop) of a match; `close_source` closes it.
 
-        `whole`: all of them will be read. Raises as `OpenSegments.open`.
+        `whole`: all of them will be read. Raises as `SegmentReaders.open`.
         """
         spans, places = match.slice(start, stop), (self._memory.pool, self.cache)
         self.tree.touch(match)

@@ -18,9 +18,9 @@ from typing import Any
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from impress_sglang.plugin.hooks import served_cache_of
-from impress_sglang.plugin.known import as_tokens, namespace_of
-from impress_sglang.plugin.served_cache import ServedCache
+from impress_sglang.plugin.hooks import impress_cache_of
+from impress_sglang.plugin.impress_tree_cache import ImpressTreeCache
+from impress_sglang.plugin.request_tracker import as_tokens, namespace_of
 from impress_sglang.serving.custom_params import load_options_of
 from impress_sglang.serving.ranks import ALONE
 from impress_sglang.serving.report import RecentRequests, new_report
@@ -42,7 +42,7 @@ MAX_SEGMENTS = 100
 FAULT = {"error": "the request could not be carried out; the server's log says why", "status": 500}
 
 
-class Refused(Exception):
+class AdminError(Exception):
     """A request cannot be carried out; the message says why in one sentence."""
 
 
@@ -52,7 +52,7 @@ def around_message(original: Callable[..., Any], scheduler: Any, message: Any) -
         return original(scheduler, message)
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
-    cache = served_cache_of(scheduler.tree_cache)
+    cache = impress_cache_of(scheduler.tree_cache)
 
     def answer() -> None:
         text = None if cache is None else handle(cache, message.rid)
@@ -65,12 +65,12 @@ def around_message(original: Callable[..., Any], scheduler: Any, message: Any) -
     return None
 
 
-def handle(cache: ServedCache, text: str | None) -> str:
+def handle(cache: ImpressTreeCache, text: str | None) -> str:
     """Carry out a request on the scheduler thread; returns the answer as JSON. Raises nothing."""
     try:
         fields = json.loads(text or "")
         return json.dumps(VERBS[fields["verb"]](cache, SimpleNamespace(**(_FIELDS | fields))))
-    except Refused as error:
+    except AdminError as error:
         return json.dumps({"error": str(error)})
     except Exception:
         # Whatever the error, client requests are still served.
@@ -78,20 +78,20 @@ def handle(cache: ServedCache, text: str | None) -> str:
         return json.dumps(FAULT)
 
 
-def _store(cache: ServedCache) -> PrefixStore:
+def _store(cache: ImpressTreeCache) -> PrefixStore:
     mine = cache.service.in_use
     if not cache.ranks.all(mine):
         why = "that of another rank is not open" if mine else cache.service.suspended
-        raise Refused(f"no store is in use: {why or 'by policy'}")
+        raise AdminError(f"no store is in use: {why or 'by policy'}")
     return cache.service.store
 
 
-def _reorder(cache: ServedCache, _: Any) -> Any:
+def _reorder(cache: ImpressTreeCache, _: Any) -> Any:
     _store(cache)
     return cache.service.reorder()
 
 
-def _explain_prompt(cache: ServedCache, asked: Any) -> dict[str, Any]:
+def _explain_prompt(cache: ImpressTreeCache, asked: Any) -> dict[str, Any]:
     """Return what is stored of a prompt, and why no more; for `warm`, exact KVs only."""
     _store(cache)
     service, namespace, tokens = cache.service, namespace_of(asked), as_tokens(asked.input_ids)
@@ -100,21 +100,21 @@ def _explain_prompt(cache: ServedCache, asked: Any) -> dict[str, Any]:
     min_quality = EXACT if exactly else service.least(options)
     stored = cache.planner.match(namespace, tokens, min_quality).num_tokens
     report = new_report(service.policy.name, stored, len(tokens))
-    seen = None if cache.sights is None else cache.sights.note(namespace, tokens, count=False)
+    seen = None if cache.frequency is None else cache.frequency.note(namespace, tokens, count=False)
     why = cache.planner.explain(report, namespace, tokens, options, seen, admitted=False)
     return {"tokens": len(tokens), "stored_tokens": stored, "why": why}
 
 
-def _whole(cache: ServedCache, input_ids: list[int]) -> list[int]:
+def _whole(cache: ImpressTreeCache, input_ids: list[int]) -> list[int]:
     """Cut a prompt to what may be stored: whole blocks and whole pages."""
     length = len(input_ids) // BLOCK_TOKENS * BLOCK_TOKENS
     length = length // cache.page_size * cache.page_size
     if not length:
-        raise Refused(f"a prefix has {BLOCK_TOKENS} tokens at least")
+        raise AdminError(f"a prefix has {BLOCK_TOKENS} tokens at least")
     return input_ids[:length]
 
 
-def _pin(cache: ServedCache, asked: Any) -> dict[str, Any]:
+def _pin(cache: ImpressTreeCache, asked: Any) -> dict[str, Any]:
     store, tokens = _store(cache), as_tokens(_whole(cache, asked.input_ids))
     name, done = store.namespace(namespace_of(asked)), dict[str, Any]()
     if cache.planner.states:
@@ -126,19 +126,19 @@ def _pin(cache: ServedCache, asked: Any) -> dict[str, Any]:
             length = cache.planner.match(namespace_of(asked), tokens, ANYTHING).num_tokens
         tokens = tokens[: cache.ranks.least([length])[0]]
         if not len(tokens):
-            raise Refused("no state of it is stored: warm it first")
+            raise AdminError("no state of it is stored: warm it first")
     if asked.verb == "unpin":
         done["unpinned"] = store.pins.unpin(name, tokens)
     else:
         refusal = store.pins.refusal(name, tokens)
         if not cache.ranks.all(refusal is None):
-            raise Refused(refusal or "another rank cannot pin it: warm it first")
+            raise AdminError(refusal or "another rank cannot pin it: warm it first")
         store.pins.pin(name, tokens)
         done["tokens"] = len(tokens)
     return done | {"pins": store.pins.summary()}
 
 
-def _purge(cache: ServedCache, asked: Any) -> dict[str, Any]:
+def _purge(cache: ImpressTreeCache, asked: Any) -> dict[str, Any]:
     """Take a step of a purge; its `name` distinguishes it from another one with the same body."""
     store, tokens, key = _store(cache), None, None
     namespace = None if asked.everything else namespace_of(asked)
@@ -166,7 +166,7 @@ def _purge(cache: ServedCache, asked: Any) -> dict[str, Any]:
     return {field: purged[field] for field in names} | {"pool_tokens": pool, "left": unfinished}
 
 
-def _overview(cache: ServedCache, asked: Any) -> dict[str, Any]:
+def _overview(cache: ImpressTreeCache, asked: Any) -> dict[str, Any]:
     """Return the data of the page, in time that does not grow with the store.
 
     Requests up to number `after` are left out. With a segment `below`, only the segments that build
@@ -219,7 +219,7 @@ def _row(recent: RecentRequests, store: PrefixStore, segment: StoredSegment) -> 
     }
 
 
-VERBS: dict[str, Callable[[ServedCache, Any], Any]] = {
+VERBS: dict[str, Callable[[ImpressTreeCache, Any], Any]] = {
     "stats": lambda cache, _: cache.summary(),
     "overview": _overview,
     "check": lambda cache, asked: {"integrity": cache.check(begin=asked.begin)},

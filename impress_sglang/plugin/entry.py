@@ -117,8 +117,8 @@ def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
     from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
 
     def check() -> None:
-        from impress_sglang.plugin.capabilities import check_environment, check_model, check_options
         from impress_sglang.plugin.rank_groups import share_counts
+        from impress_sglang.plugin.unsupported import check_environment, check_model, check_options
         from impress_sglang.storage.directory import require_writable
         from impress_sglang.store.bucket import open_bucket
 

@@ -18,18 +18,18 @@ from torch import Tensor
 from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.plugin.capabilities import identity_of_options
 from impress_sglang.plugin.compat import DRAFTS_ATTRIBUTE, warn_if_untested
+from impress_sglang.plugin.impress_tree_cache import ImpressTreeCache
 from impress_sglang.plugin.pools import (
     PoolLayers,
     full_pool,
     kinds_of_states,
-    streams_of,
+    kv_format_of,
     window_pool,
 )
 from impress_sglang.plugin.rank_groups import counts_of
 from impress_sglang.plugin.self_test import check_kvs
-from impress_sglang.plugin.served_cache import ServedCache
+from impress_sglang.plugin.unsupported import identity_of_options
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.ranks import ALONE, Ranks
 from impress_sglang.serving.service import Service
@@ -38,7 +38,7 @@ from impress_sglang.store.identity import model_identity, weights_digest
 from impress_sglang.store.policies import Policy, make_policy
 from impress_sglang.transfer.codecs import Codec, warm_up
 
-_Cache = TypeVar("_Cache", bound=ServedCache)
+_Cache = TypeVar("_Cache", bound=ImpressTreeCache)
 
 # Parameters of a Hugging Face configuration that name a model or its training, not its KVs.
 _NOT_ARCHITECTURE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "use_cache"})
@@ -160,7 +160,7 @@ def kv_shape(runner: Any, policy: Policy, config: ImpressConfig, tp_size: int = 
     `tp_size` ranks share the heads of a layer. No heads are probe heads. Raises `UnsupportedError`.
     """
     pool, model = full_pool(runner.token_to_kv_pool), runner.model_config
-    kv_format = streams_of(pool, model.dtype)
+    kv_format = kv_format_of(pool, model.dtype)
     return KVShape(
         num_layers=pool.layer_num,
         num_query_heads=model.num_attention_heads // tp_size,

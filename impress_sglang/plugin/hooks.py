@@ -6,19 +6,19 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from impress_sglang.plugin.served_cache import ServedCache
+from impress_sglang.plugin.impress_tree_cache import ImpressTreeCache
 from impress_sglang.plugin.weights import watch_messages
 from impress_sglang.serving.ranks import Ranks
 
 
-def served_cache_of(tree_cache: Any) -> ServedCache | None:
+def impress_cache_of(tree_cache: Any) -> ImpressTreeCache | None:
     """Return a tree cache of SGLang's if it is ours, else None."""
-    return tree_cache if isinstance(tree_cache, ServedCache) else None
+    return tree_cache if isinstance(tree_cache, ImpressTreeCache) else None
 
 
 def connect(scheduler: Any) -> None:
     """Connect the tree cache to its complete scheduler."""
-    cache = served_cache_of(scheduler.tree_cache)
+    cache = impress_cache_of(scheduler.tree_cache)
     if cache is not None:
         cache.attach(scheduler)
         watch_messages(scheduler, cache.weights)
@@ -41,7 +41,7 @@ def around_next_batch(
 
 def after_policy(_: None, policy: Any, waiting_queue: Any, *__: Any, **___: Any) -> None:
     """After SGLang orders the waiting queue: reorder its head, and report the final order."""
-    cache = served_cache_of(policy.tree_cache)
+    cache = impress_cache_of(policy.tree_cache)
     if cache is None:
         return
     if cache.loads.order is not None:
@@ -52,13 +52,13 @@ def after_policy(_: None, policy: Any, waiting_queue: Any, *__: Any, **___: Any)
 
 
 def before_idle(scheduler: Any, *_: Any, **__: Any) -> None:
-    cache = served_cache_of(scheduler.tree_cache)
+    cache = impress_cache_of(scheduler.tree_cache)
     if cache is not None:
         cache.on_idle()
 
 
 def after_cached_details(result: Any, streamer: Any, *_: Any, **__: Any) -> Any:
     """Where SGLang reports tokens from a storage, name ours."""
-    if "storage" in (result or ()) and served_cache_of(streamer.tree_cache) is not None:
+    if "storage" in (result or ()) and impress_cache_of(streamer.tree_cache) is not None:
         result["storage_backend"] = "impress"
     return result

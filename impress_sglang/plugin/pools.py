@@ -102,7 +102,7 @@ class PoolLayers(StoredLayers):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Streams:
+class KVFormat:
     """Format of a pool's KVs: heads, dimensions of keys and of values, and their dtype.
 
     `no_codes` says why KVs are not coded; empty if they may be.
@@ -114,7 +114,7 @@ class Streams:
     no_codes: str = ""
 
 
-def streams_of(pool: Any, model_dtype: torch.dtype) -> Streams:
+def kv_format_of(pool: Any, model_dtype: torch.dtype) -> KVFormat:
     """Return the format of SGLang's pool; `UnsupportedError` if it is unknown, or the pool has
     more."""
     try:
@@ -190,10 +190,10 @@ def is_latent(pool: Any) -> bool:
     return hasattr(pool, "kv_lora_rank")
 
 
-def _kv_format(pool: Any, model_dtype: torch.dtype) -> Streams:
+def _kv_format(pool: Any, model_dtype: torch.dtype) -> KVFormat:
     if is_latent(pool):
         latent = pool.kv_lora_rank, pool.kv_cache_dim - pool.kv_lora_rank
-        return Streams(1, latent, pool.store_dtype, LATENT)
+        return KVFormat(1, latent, pool.store_dtype, LATENT)
     dims, no_codes = (pool.head_dim, pool.v_head_dim), ""
     if pool.dtype != model_dtype:
         why = (
@@ -202,7 +202,7 @@ def _kv_format(pool: Any, model_dtype: torch.dtype) -> Streams:
         no_codes = f"KVs in {pool.dtype} {why}"
     elif any(dim % DIM_GRAIN for dim in dims):
         no_codes = f"codes are for vectors of a multiple of {DIM_GRAIN} elements, not for {dims}"
-    return Streams(pool.head_num, dims, pool.store_dtype, no_codes)
+    return KVFormat(pool.head_num, dims, pool.store_dtype, no_codes)
 
 
 def state_layers(pool: Any, shape: KVShape) -> PackedLayers:
@@ -239,7 +239,7 @@ def append_state_tokens(tokens: Tokens, states: PackedLayers) -> Tokens:
     return np.concatenate([tokens, np.full(states.tokens, STATE_TOKEN, np.int32)])
 
 
-class Allocation:
+class SlotAllocator:
     """Allocates and frees slots. Thread: scheduler.
 
     With sliding windows, the last tokens of a prefix have `rows` of their own beside their slots,
@@ -253,9 +253,9 @@ class Allocation:
         self._allocator = cache.token_to_kv_pool_allocator
         self._states = cache.req_to_token_pool.mamba_allocator if states else None
         self.window = window
-        self.has_rows = bool(window) or states
+        self.has_aux = bool(window) or states
 
-    def protected_rows(self) -> int:
+    def protected_aux(self) -> int:
         core = self._cache.tree_core
         return int(core.swa_protected_size() if self.window else core.mamba_protected_size())
 
@@ -297,16 +297,16 @@ class Allocation:
         rows = slots[:0] if self._states is None else self._states.alloc(1)
         return slots.to(torch.int64), rows.to(torch.int64)
 
-    def give_back(self, slots: Tensor, rows: Tensor) -> None:
+    def free(self, slots: Tensor, rows: Tensor) -> None:
         """Free slots that are in no tree."""
         if not self.window:
             self._allocator.free(slots)
-            self.give_rows_back(rows)
+            self.free_aux(rows)
             return
         self._allocator.free_swa(slots[-len(rows) :])
         self._allocator.free_full(slots)
 
-    def give_rows_back(self, rows: Tensor) -> None:
+    def free_aux(self, rows: Tensor) -> None:
         """Free a state that is in no tree."""
         if self._states is not None:
             self._states.free(rows)

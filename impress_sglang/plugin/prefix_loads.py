@@ -10,18 +10,24 @@ from typing import Any
 from impress_sglang.config import OFF
 from impress_sglang.cost import RequestLengths
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
-from impress_sglang.plugin.known import Brought, Known, KnownRequests, as_tokens, key_of
-from impress_sglang.plugin.late_start import LateStart
-from impress_sglang.plugin.slot_pool import TreeSlots
+from impress_sglang.plugin.early_admission import EarlyAdmission
+from impress_sglang.plugin.job_slots import JobSlots
+from impress_sglang.plugin.prefix_saves import PrefixSaves
+from impress_sglang.plugin.request_tracker import (
+    PrefixSources,
+    RequestTracker,
+    TrackedRequest,
+    as_tokens,
+    key_of,
+)
 from impress_sglang.plugin.tree_nodes import match_resident
-from impress_sglang.plugin.write_back import WriteBack
 from impress_sglang.serving.job_queue import JobQueue
 from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob
-from impress_sglang.serving.ranks import Agreement, Wish
+from impress_sglang.serving.ranks import Agreement, LoadProposal
 from impress_sglang.serving.report import estimate_fields
 from impress_sglang.serving.scheduling import QueueOrder, Serving
 from impress_sglang.storage.segment import Tokens
-from impress_sglang.store.losses import Cause
+from impress_sglang.store.miss_log import MissCause
 
 logger = logging.getLogger(__name__)
 
@@ -37,15 +43,15 @@ SAVES_EVERY = 8
 class _Planned:
     """This rank's plan for a request, before all ranks have agreed."""
 
-    tracked: Known
+    tracked: TrackedRequest
     job: LoadJob | None
-    proposal: Wish
+    proposal: LoadProposal
 
 
 class PrefixLoads:
     """Load jobs of one tree cache, and the requests that wait for them."""
 
-    def __init__(self, requests: KnownRequests, scheduler: Any) -> None:
+    def __init__(self, requests: RequestTracker, scheduler: Any) -> None:
         """Start without jobs, for a complete scheduler of SGLang's."""
         self._cache, self._planner = requests.cache, requests.planner
         self._service = service = requests.service
@@ -57,19 +63,19 @@ class PrefixLoads:
         self._planned: dict[str, _Planned] = {}
         layers = requests.layers
         self._loader = JobLoader(layers(0)[0].device, layers, service.codec)
-        slots = TreeSlots(requests, scheduler, lambda job: self._early_admission.put_back(job))
+        slots = JobSlots(requests, scheduler, lambda job: self._early_admission.retract(job))
         self._min_tokens = service.config.min_prefix_tokens
         self._agreement = Agreement(requests.ranks)
-        self.jobs: JobQueue[Known] = JobQueue(
+        self.jobs: JobQueue[TrackedRequest] = JobQueue(
             *(slots, self._loader, self._note_end, self._after_job),
             *(self._min_tokens, self._agreement.now),
         )
-        self._early_admission = LateStart(requests, scheduler, self.jobs, slots)
+        self._early_admission = EarlyAdmission(requests, scheduler, self.jobs, slots)
         schedule = service.config.schedule
         self.order = None if schedule == OFF else QueueOrder(schedule, self._serving)
         """None if the queue is not reordered."""
 
-    def plan(self, tracked: Known) -> None:
+    def plan(self, tracked: TrackedRequest) -> None:
         """Plan what to load for a queued request; join or begin a job for it."""
         tracked.planned = True
         # The prefix of the class that it was moved to may be evicted.
@@ -81,22 +87,22 @@ class PrefixLoads:
             return
         tracked.found = resident = match_resident(self._cache, key).device_prefix_len
         tokens = as_tokens(key.raw_token_ids())
-        job, proposal = self._plan_of(tracked, tokens, resident), Wish()
+        job, proposal = self._plan_of(tracked, tokens, resident), LoadProposal()
         num_missing = len(tokens) - resident
         if job is not None:
             patience = self._service.estimator.computing_seconds(resident, num_missing)
-            proposal = Wish(job.stop, job.loads, patience)
+            proposal = LoadProposal(job.stop, job.loads, patience)
         planned = _Planned(tracked, job, proposal)
         if self._alone:
             self._begin(planned, proposal)
         elif num_missing >= self._min_tokens:
             self._planned[req.rid] = planned
 
-    def _plan_of(self, tracked: Known, tokens: Tokens, resident: int) -> LoadJob | None:
+    def _plan_of(self, tracked: TrackedRequest, tokens: Tokens, resident: int) -> LoadJob | None:
         kv_class = tracked.kv_class
         return self._planner.plan(tracked.namespace, tracked.space, tokens, resident, kv_class)
 
-    def _begin(self, planned: _Planned, proposal: Wish) -> None:
+    def _begin(self, planned: _Planned, proposal: LoadProposal) -> None:
         """Carry out a plan as far as all ranks propose it: join or begin a job."""
         tracked, job = planned.tracked, planned.job
         if job is None or proposal.stop - job.start < self._min_tokens:
@@ -114,7 +120,7 @@ class PrefixLoads:
         tracked.stored_tokens, tracked.read_seconds = job.stop, job.estimate.io
         self.jobs.join(tracked, job)
 
-    def poll(self, saves: WriteBack) -> None:
+    def poll(self, saves: PrefixSaves) -> None:
         """Called once per pass: carry out what all ranks agree on, and give slots to jobs."""
         if self._votes(saves):
             self._loader.wake.clear()
@@ -137,7 +143,7 @@ class PrefixLoads:
             self._raise_bits()
         self._early_admission.poll()
 
-    def _votes(self, saves: WriteBack) -> bool:
+    def _votes(self, saves: PrefixSaves) -> bool:
         """Whether ranks vote in this pass; the result must be the same on all of them."""
         if self._agreement.is_open or self._planned or self.jobs.active:
             return True
@@ -145,7 +151,7 @@ class PrefixLoads:
         self._passes = (self._passes + 1) % SAVES_EVERY if saves and busy else 0
         return bool(saves) and not self._passes
 
-    def may_run(self, tracked: Known) -> bool:
+    def may_run(self, tracked: TrackedRequest) -> bool:
         """Whether a request may be admitted now; plan again if its planned tokens are gone."""
         if tracked.job is None and not tracked.planned:
             self.plan(tracked)
@@ -160,7 +166,7 @@ class PrefixLoads:
             self._alone and self._early_admission.may_start(tracked)
         )
 
-    def end_waiting(self, tracked: Known) -> None:
+    def end_waiting(self, tracked: TrackedRequest) -> None:
         """Stop the wait of a request that was admitted, aborted or released."""
         rid = tracked.rid
         self._planned.pop(rid, None)
@@ -169,7 +175,7 @@ class PrefixLoads:
             self.order.forget(rid)
         self._service.lookahead.stop_waiting(rid)
 
-    def end_pass(self, tracked: Known) -> None:
+    def end_pass(self, tracked: TrackedRequest) -> None:
         """Report the reads of the job that overlapped with a request's pass, which is over."""
         job, tracked.early_job = tracked.early_job, None
         if job is not None:
@@ -224,16 +230,16 @@ class PrefixLoads:
         for job in self.jobs.jobs:
             assert all(tracked.job is job for tracked in job.waiters)
 
-    def _has_lost(self, tracked: Known) -> bool:
+    def _has_lost(self, tracked: TrackedRequest) -> bool:
         # Resident tokens may be evicted before the request is admitted.
-        expected = max(tracked.brought.stop, tracked.found)
+        expected = max(tracked.sources.stop, tracked.found)
         if not expected or tracked.hold is not None:
             return False
         resident = match_resident(self._cache, key_of(tracked.req)).device_prefix_len
         if resident >= expected:
             return False
-        if resident < tracked.brought.stop:
-            tracked.brought = Brought()
+        if resident < tracked.sources.stop:
+            tracked.sources = PrefixSources()
         return True
 
     def _note_end(self, job: LoadJob) -> None:
@@ -245,9 +251,9 @@ class PrefixLoads:
             spans, tree = job.match.slice(job.start, job.stop), job.store.tree
             segments = dict.fromkeys(span.segment for span in reversed(spans))
             lost = [segment for segment in segments if tree.get(segment.segment_id) is segment]
-            job.store.writes.discard(lost, Cause.DAMAGED)
+            job.store.writes.discard(lost, MissCause.DAMAGED)
 
-    def _after_job(self, tracked: Known, job: LoadJob) -> None:
+    def _after_job(self, tracked: TrackedRequest, job: LoadJob) -> None:
         if job.state is JobState.FAILED and not isinstance(job.error, SegmentUnreadable):
             # Damaged segments are already reported to the store.
             self._decline(tracked, job)
@@ -255,7 +261,7 @@ class PrefixLoads:
             self._requests.report_load(tracked, job)
         self.plan(tracked)
 
-    def _decline(self, tracked: Known, job: LoadJob) -> None:
+    def _decline(self, tracked: TrackedRequest, job: LoadJob) -> None:
         """Handle a load that failed although its segments may be intact."""
         tracked.load_failed = True
 

@@ -11,8 +11,8 @@ from sglang.srt.distributed.parallel_state import get_world_group
 from torch import distributed
 
 from impress_sglang.errors import UnsupportedError
+from impress_sglang.serving.prefix_frequency import Memory, memory_at, shared_memory
 from impress_sglang.serving.ranks import ALONE, Ranks
-from impress_sglang.serving.sights import Memory, memory_at, shared_memory
 from impress_sglang.store.identity import rank_identity
 
 # Survives the pickling of server arguments to child processes, like the configuration.

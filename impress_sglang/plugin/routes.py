@@ -24,8 +24,8 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from impress_sglang.config import EXACTLY, OFF
 from impress_sglang.plugin.admin import MESSAGE
 from impress_sglang.plugin.compat import config_of
+from impress_sglang.plugin.impress_tree_cache import OK, RUNNING
 from impress_sglang.plugin.report_transport import REPORT_KEY
-from impress_sglang.plugin.served_cache import OK, RUNNING
 from impress_sglang.serving.custom_params import (
     BITS_KEY,
     BLEND_KEY,
@@ -42,9 +42,11 @@ _purging = asyncio.Lock()
 _MAX_CHARS = 120
 # The page is three files, served as one self-contained document.
 _PAGE = Path(__file__).parents[1] / "page"
+# Requests that only administrators may send, each a POST route.
+VERBS = ("warm", "pin", "unpin", "purge", "why", "check", "reorder")
 
 
-class NotDone(ValueError):
+class AdminHTTPError(ValueError):
     """A request was not carried out; the message says why in one sentence."""
 
     def __init__(self, sentence: str, status: int = 400) -> None:
@@ -61,7 +63,7 @@ def tokenizer_manager() -> Any:
 async def send(verb: str, **fields: Any) -> Any:
     """Send a request to the scheduler's process, of all replicas if several; returns the answer.
 
-    Raises `NotDone` if it was not carried out.
+    Raises `AdminHTTPError` if it was not carried out.
     """
     from sglang.srt.managers.io_struct import SetInternalStateReq
 
@@ -72,7 +74,7 @@ async def send(verb: str, **fields: Any) -> Any:
     answers = [json.loads(reply.rid) for reply in replies]
     for answer in answers:
         if isinstance(answer, dict) and "error" in answer:
-            raise NotDone(answer["error"], answer.get("status", 400))
+            raise AdminHTTPError(answer["error"], answer.get("status", 400))
     return answers[0] if len(answers) == 1 else merged(verb, answers)
 
 
@@ -108,7 +110,7 @@ def _directory_in(stats: Mapping[str, Any]) -> str:
 async def carry_out(verb: str, body: object, request: Request | None = None) -> Any:
     """Carry out the body of a `request`; returns the answer of the route.
 
-    Raises `ValueError` if the body is wrong, and `NotDone`.
+    Raises `ValueError` if the body is wrong, and `AdminHTTPError`.
     """
     if verb == "reorder":
         return await send(verb)
@@ -135,7 +137,7 @@ async def carry_out(verb: str, body: object, request: Request | None = None) -> 
                 raise
             done = f"{len(answers)} of {len(bodies)} prefixes were warmed"
             status = getattr(error, "status", 400)
-            raise NotDone(f"{done}, and then: {error}", status) from error
+            raise AdminHTTPError(f"{done}, and then: {error}", status) from error
     return answers[0] if several is None else answers
 
 
@@ -171,11 +173,11 @@ async def _warm(asked: dict[str, Any], request: Request | None) -> dict[str, Any
         )
         (answer,) = [output async for output in made]
     except HTTPException as error:
-        raise NotDone(str(error.detail), error.status_code) from error
+        raise AdminHTTPError(str(error.detail), error.status_code) from error
     meta_info = answer["meta_info"]
     if (end := meta_info["finish_reason"])["type"] == "abort":
         sentence = f"the request that warms it was aborted ({end['message']}): send it again"
-        raise NotDone(sentence, 503)
+        raise AdminHTTPError(sentence, 503)
     after = await send("warm", **asked)
     # Derive the outcome from the reasons why no more of it is stored.
     was, now = (answer["why"]["rest"] or answer["why"]["reason"] for answer in (before, after))
@@ -317,7 +319,7 @@ def add_routes() -> None:
     async def impress_overview(after: int = 0, below: str | None = None) -> JSONResponse:
         try:
             overview, status = await send("overview", after=after, below=below), 200
-        except NotDone as error:
+        except AdminHTTPError as error:
             overview, status = {"error": str(error)}, error.status
         overview = with_text(overview, getattr(tokenizer_manager(), "tokenizer", None))
         return JSONResponse(overview, status, headers={"Cache-Control": "no-store"})
@@ -332,5 +334,5 @@ def add_routes() -> None:
                 status = getattr(error, "status", 400)
                 return JSONResponse({"error": str(error)}, status)
 
-    for verb in ("warm", "pin", "unpin", "purge", "why", "check", "reorder"):
+    for verb in VERBS:
         add(verb)

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.plugin.capabilities import attention_layers
 from impress_sglang.plugin.eligibility import check_plain
 from impress_sglang.plugin.pools import (
     PoolLayers,
@@ -33,10 +32,11 @@ from impress_sglang.plugin.pools import (
     full_pool,
     index_keys,
     is_latent,
+    kv_format_of,
     pool_of,
-    streams_of,
     window_pool,
 )
+from impress_sglang.plugin.unsupported import attention_layers
 from impress_sglang.serving.pool_reader import PoolLayerReader
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
@@ -54,7 +54,7 @@ MAX_TOKENS = 72
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Given:
+class _ExpectedRows:
     """Content that a pool was given, `right` [3n, ...], and its rows, int64 [3n], in SGLang's pool.
 
     The first n rows are stored, the next n filled, and the last n must not change.
@@ -207,7 +207,9 @@ def _rows_for(pool: Any) -> Iterator[None]:
     table[1 : size + 1] = 0
 
 
-def _give(runner: Any, slots: Tensor, random: torch.Generator, main: Any) -> Iterator[_Given]:
+def _give(
+    runner: Any, slots: Tensor, random: torch.Generator, main: Any
+) -> Iterator[_ExpectedRows]:
     """Give random KVs to slots, int64 [3n], of a pool as a pass does; `main`: the model's pool."""
     pool = runner.token_to_kv_pool
     full, windows = full_pool(pool), window_pool(pool)
@@ -225,7 +227,7 @@ def _give(runner: Any, slots: Tensor, random: torch.Generator, main: Any) -> Ite
     where = slots if windows is None else KVWriteLoc(slots, rows)
     for layer, module in modules.items():
         layer_pool = pool_of(pool, layer)
-        kv_format = streams_of(layer_pool, pool.dtype)
+        kv_format = kv_format_of(layer_pool, pool.dtype)
         both = [
             torch.randn(len(slots), kv_format.heads, dim, generator=random).to(pool.dtype)
             for dim in kv_format.dims
@@ -237,10 +239,12 @@ def _give(runner: Any, slots: Tensor, random: torch.Generator, main: Any) -> Ite
         for kind, find, kv in zip(("keys", "values"), finds, both, strict=True):
             find_rows = functools.partial(find, layer)
             pool_slots = slots if layer_pool is full else rows
-            yield _Given(f"{kind} of layer {layer}", find_rows, pool_slots, kv, layer_pool is main)
+            yield _ExpectedRows(
+                f"{kind} of layer {layer}", find_rows, pool_slots, kv, layer_pool is main
+            )
 
 
-def _random(what: str, part: Tensor, rows: Tensor) -> _Given:
+def _random(what: str, part: Tensor, rows: Tensor) -> _ExpectedRows:
     """Give random bytes to rows of a part of a pool, uint8 [slots, n]."""
     right = part[rows] = torch.randint_like(part[rows], 256)
-    return _Given(what, lambda: part, rows, right)
+    return _ExpectedRows(what, lambda: part, rows, right)

@@ -12,12 +12,6 @@ from sglang.srt.arg_groups.overrides import resolved_view
 
 from impress_sglang.codes.rows.basis import Basis
 from impress_sglang.config import CODES, EXACTLY, OFF, ImpressConfig, share_of_rank
-from impress_sglang.plugin.capabilities import (
-    check_extra_pools,
-    check_layers,
-    check_options,
-    may_have_windows,
-)
 from impress_sglang.plugin.factory import (
     build_tree_cache,
     draft_runners,
@@ -25,20 +19,26 @@ from impress_sglang.plugin.factory import (
     kv_shape,
     rotation_of,
 )
+from impress_sglang.plugin.impress_tree_cache import ImpressTreeCache
 from impress_sglang.plugin.pools import (
     STATEFUL,
     PoolLayers,
     full_pool,
     index_keys,
     is_latent,
+    kv_format_of,
     state_layers,
-    streams_of,
     window_pool,
 )
 from impress_sglang.plugin.prefix_loads import PrefixLoads
 from impress_sglang.plugin.rank_groups import identity_reader, ranks_of
 from impress_sglang.plugin.rectangular import attend_rectangularly
-from impress_sglang.plugin.served_cache import ServedCache
+from impress_sglang.plugin.unsupported import (
+    check_extra_pools,
+    check_layers,
+    check_options,
+    may_have_windows,
+)
 from impress_sglang.serving.service import Service
 from impress_sglang.store.policies import make_policy
 from impress_sglang.transfer.basis_codec import BasisCodec, shape_by
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 _ONE_POOL = ", or use --disable-hybrid-swa-memory"
 
 
-def make_tree_cache(context: Any, config: ImpressConfig) -> ServedCache:
+def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     """Build the tree cache for SGLang's `TreeCacheBuildContext`; see `factory.build_tree_cache`.
 
     Raises:
@@ -61,12 +61,12 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ServedCache:
     tp_size = ranks.size // options.pp_size
     check_layers(runner, tp_size, windows=may_have_windows(config))
     pool, model_dtype = runner.token_to_kv_pool, runner.model_config.dtype
-    kv_format, windows = streams_of(full_pool(pool), model_dtype), window_pool(pool)
+    kv_format, windows = kv_format_of(full_pool(pool), model_dtype), window_pool(pool)
     drafts = draft_runners(context.tp_worker)
-    further = [streams_of(draft.token_to_kv_pool, draft.model_config.dtype) for draft in drafts]
+    further = [kv_format_of(draft.token_to_kv_pool, draft.model_config.dtype) for draft in drafts]
     if windows is not None:
         check_extra_pools(options, "windows in a pool of their own", _ONE_POOL)
-        further = [streams_of(windows, model_dtype)]
+        further = [kv_format_of(windows, model_dtype)]
     stateful = hasattr(runner.req_to_token_pool, "mamba_pool")
     if stateful:
         check_extra_pools(options, "states beside KVs")
@@ -126,7 +126,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ServedCache:
         layers.states = state_layers(runner.req_to_token_pool, shape)
 
     cache = build_tree_cache(
-        *(ServedCache, Service, context, config, shape, layers),
+        *(ImpressTreeCache, Service, context, config, shape, layers),
         identity_reader(context, ranks, lambda: identity_of(context, shape, drafts)),
         codec,
         ranks,

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE, C
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from torch import Tensor
 
-from impress_sglang.serving.kv_class import unmarked
+from impress_sglang.serving.kv_class import request_extra_key
 from impress_sglang.store.orders import MultiStepJobs
 from impress_sglang.store.prefix_hashes import namespace_text
 
@@ -150,7 +150,7 @@ class Sweeps(MultiStepJobs[str, Iterator[tuple[int, bool]]]):
                     if node.parent is None or node not in node.parent.children.values():
                         continue
                     key = node.key
-                    found_in = namespace_text(unmarked(key.extra_key), key.cache_salt)
+                    found_in = namespace_text(request_extra_key(key.extra_key), key.cache_salt)
                     if namespace not in (None, found_in):
                         continue
                     waiting.extend(node.children.values())
@@ -172,7 +172,7 @@ class Sweeps(MultiStepJobs[str, Iterator[tuple[int, bool]]]):
         # Each class of a prefix has its own key, and top node. All ranks need the same order, which
         # a set does not have.
         for extra_key in dict.fromkeys(node.key.extra_key for node in tops):
-            if unmarked(extra_key) != prefix.extra_key:
+            if request_extra_key(extra_key) != prefix.extra_key:
                 continue
             key = RadixKey(array("q", prefix.token_ids), extra_key, cache_salt=prefix.cache_salt)
             node, length = last_node(self._cache, key)

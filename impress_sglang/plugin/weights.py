@@ -74,11 +74,11 @@ class WeightWatch:
     def flushed(self) -> None:
         """Handle an empty pool; also detects changes that no handler announced."""
 
-        def use_again() -> None:
+        def resume() -> None:
             if not self._changing:
                 self._use_again(empty=True)
 
-        self._ranks.together(use_again)
+        self._ranks.together(resume)
 
     def _use_again(self, *, empty: bool) -> None:
         served = self._served
@@ -97,7 +97,7 @@ class WeightWatch:
             # Stages may have planned loads since the flush.
             self._set_aside()
             served.reopen(identity)
-        served.use_again()
+        served.resume()
 
     def _suspend(self, cause: str) -> None:
         if self._served.aside is None:

@@ -11,7 +11,7 @@ from impress_sglang.config import (
     EXACTLY,
     OFF,
     ImpressConfig,
-    Rule,
+    OptionRule,
     is_bits,
     is_blend,
     is_number,
@@ -43,19 +43,19 @@ LEAST_ROOM = 0.25
 # Thirty years: a file's expiry time has to be a finite number.
 LONGEST_TTL = 1e9
 _RULES = {
-    BITS_KEY: Rule(
+    BITS_KEY: OptionRule(
         f"{BITS_TEXT}, {EXACTLY!r} or {AUTO!r}", lambda value: is_bits(value) or value == AUTO
     ),
-    BLEND_KEY: Rule(f"a number from 0 to 1, {AUTO!r} or {OFF!r}", is_blend),
+    BLEND_KEY: OptionRule(f"a number from 0 to 1, {AUTO!r} or {OFF!r}", is_blend),
     # type() and not isinstance(): True is an int to isinstance.
-    KEEP_KEY: Rule("a number of tokens", lambda value: type(value) is int and value >= 0),
+    KEEP_KEY: OptionRule("a number of tokens", lambda value: type(value) is int and value >= 0),
     PRIORITY_KEY: one_of(tuple(priority.name.lower() for priority in Priority)),
-    RETENTION_KEY: Rule(
+    RETENTION_KEY: OptionRule(
         "a number above 0 and at most 1", lambda value: is_number(value) and 0.0 < value <= 1.0
     ),
-    STORE_KEY: Rule("true or false", lambda value: type(value) is bool),
-    TRUNCATE_KEY: Rule(f"a number between 0 and 1, or {OFF!r}", is_truncation),
-    TTL_KEY: Rule(
+    STORE_KEY: OptionRule("true or false", lambda value: type(value) is bool),
+    TRUNCATE_KEY: OptionRule(f"a number between 0 and 1, or {OFF!r}", is_truncation),
+    TTL_KEY: OptionRule(
         f"a number of seconds above 0 and at most {LONGEST_TTL:g}",
         lambda value: is_number(value) and 0.0 < value <= LONGEST_TTL,
     ),
@@ -102,7 +102,9 @@ def load_options_of(sampling_params: Any, config: ImpressConfig) -> LoadOptions:
     """Return a request's options, with the server's defaults and its minimum retention."""
     params = params_of(sampling_params)
     share, bits = params.get(RETENTION_KEY), params.get(BITS_KEY, config.bits)
-    retention = config.usual_retention if share is None else max(float(share), config.min_retention)
+    retention = (
+        config.default_retention if share is None else max(float(share), config.min_retention)
+    )
     return LoadOptions(
         retention,
         number_of_bits(bits),

@@ -1,6 +1,6 @@
 """Decides which load jobs get slots, and when they lose them: docs/design.md, under pressure.
 
-Thread: scheduler. `plugin.slot_pool` is its interface to SGLang.
+Thread: scheduler. `plugin.job_slots` is its interface to SGLang.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class JobQueue(Generic[_Waiter]):
         min_tokens: int,
         clock: Callable[[], float],
     ) -> None:
-        """`pool`: a `plugin.slot_pool.TreeSlots`; `loader`: a `JobLoader`.
+        """`pool`: a `plugin.job_slots.JobSlots`; `loader`: a `JobLoader`.
 
         `note_end` is called first with each job that has ended. `replan` is called with each
         request whose job has ended or is not needed, and may give it another one. A job loads at
@@ -274,13 +274,13 @@ class JobQueue(Generic[_Waiter]):
             if loaded:
                 self._pool.insert(job)
             else:
-                self._pool.give_back(job)
+                self._pool.free(job)
         for waiter in waiters:
             waiter.job = None
             if loaded:
                 waiter.blocked_at = None
                 self._release(waiter)
-                waiter.hold = self._pool.hold_for(waiter)
+                waiter.hold = self._pool.lock_for(waiter)
             else:
                 waiter.tries += 1
         if loaded:
@@ -298,7 +298,7 @@ class JobQueue(Generic[_Waiter]):
     def _revoke(self, job: LoadJob) -> None:
         """Take the slots of a job away; its requests may plan again when it has ended."""
         job.revoke()
-        self._pool.give_back(job)
+        self._pool.free(job)
 
     def _detach(self, waiter: _Waiter) -> None:
         job, waiter.job = waiter.job, None

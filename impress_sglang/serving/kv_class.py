@@ -60,7 +60,7 @@ def marked(extra_key: str | None, kv_class: KVClass, usual: KVClass) -> str | No
     return f"{_MARK}{kv_class.name}" + ("" if extra_key is None else f"|{extra_key}")
 
 
-def unmarked(key: str | None) -> str | None:
+def request_extra_key(key: str | None) -> str | None:
     """Return the `extra_key` of a request, given that of its class in SGLang's tree."""
     if key is None or not key.startswith(_MARK):
         return key

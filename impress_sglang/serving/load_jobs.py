@@ -29,7 +29,7 @@ from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredMatch, StoredSpan
-from impress_sglang.threads import compute_alone
+from impress_sglang.threads import use_one_torch_thread
 from impress_sglang.transfer.codecs import Codec
 from impress_sglang.transfer.filling import StoredLayers, fill
 from impress_sglang.transfer.sources import ReadStats, WholeSource
@@ -291,7 +291,7 @@ class JobLoader:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        compute_alone()
+        use_one_torch_thread()
         opened = _Opened()
         while self._asking or opened:
             self._open(opened, wait=not opened)
@@ -393,7 +393,7 @@ def _measure(store: PrefixStore, spans: Sequence[StoredSpan], *, exact: bool) ->
         source = store.segments.open(spans, exact=exact)
         try:
             source.read_ahead()
-            if not source.ended_in_time():
+            if not source.wait_idle():
                 late = TimeoutError("the device does not answer")
                 store.health.failed("reading could not be measured", late, reading=True)
         finally:

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from impress_sglang.cost import Estimate, RequestLengths, most_of
+from impress_sglang.cost import Estimate, RequestLengths, best_within_tolerance
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.load_jobs import LoadJob, Space
 from impress_sglang.serving.service import Service
@@ -141,7 +141,11 @@ class LoadPlanner:
                 continue
             if self._service.store.segments.can_read(match.spans, in_codes=not kv_class.exact):
                 estimates[kv_class] = self._estimate(match.spans, 0, len(tokens) + 1, kv_class)
-        return list(estimates)[most_of(list(estimates.values()))] if estimates else compressed
+        return (
+            list(estimates)[best_within_tolerance(list(estimates.values()))]
+            if estimates
+            else compressed
+        )
 
     def _estimate(
         self,
@@ -254,7 +258,7 @@ class LoadPlanner:
             beyond = next(span for span, end in zip(known.spans, ends, strict=True) if end > have)
             if (reason := _UNREADY.get(beyond.segment.state)) is not None:
                 return reason, ""
-        loss = store.losses.find(name, tokens, have)
+        loss = store.miss_log.find(name, tokens, have)
         if loss is not None and loss.num_tokens >= min_tokens:
             # Each cause has the name of its reason.
             reason = Reason[loss.cause.name]

@@ -106,7 +106,7 @@ ALONE = Ranks()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Wish:
+class LoadProposal:
     """The vote of a rank on a queued request.
 
     Attributes:
@@ -120,11 +120,11 @@ class Wish:
     patience: float | None = None
 
 
-class Agreed(NamedTuple):
+class VoteResult(NamedTuple):
     """Result of a vote: the wishes by plan, jobs that have ended, jobs to replace by computing,
     and saves to release."""
 
-    wishes: Mapping[Any, Wish] = {}
+    wishes: Mapping[Any, LoadProposal] = {}
     ended: Sequence[LoadJob] = ()
     slow: Sequence[LoadJob] = ()
     saves: Sequence[Any] = ()
@@ -152,11 +152,11 @@ class Agreement:
 
     def agree(
         self,
-        wishes: Mapping[Any, Wish],
+        wishes: Mapping[Any, LoadProposal],
         jobs: Sequence[LoadJob],
         slow: Collection[LoadJob],
         saves: Sequence[Any],
-    ) -> Agreed:
+    ) -> VoteResult:
         """Start a vote, or return the result of a pending one and set the states of its jobs.
 
         All ranks call it in the same passes, with wishes for the same plans and the same `jobs`,
@@ -168,15 +168,17 @@ class Agreement:
             self._ballot, self._age = (list(wishes), jobs, saves, self.ranks.begin(numbers)), 0
         if self.ranks.batches > 1 and self._age < self.ranks.batches:
             self._age += 1
-            return Agreed()
+            return VoteResult()
         (plans, jobs, saves, hear), self._ballot = self._ballot, None
         now, num_saves, *votes = hear()
         self._now = now / _MICROSECONDS
         threes = zip(votes[0::3], votes[1::3], votes[2::3], strict=True)
-        agreed: dict[Any, Wish] = {}
+        agreed: dict[Any, LoadProposal] = {}
         for plan in plans:
             stop, loads, wait = next(threes)
-            agreed[plan] = Wish(stop, bool(loads), None if wait < 0 else wait / _MICROSECONDS)
+            agreed[plan] = LoadProposal(
+                stop, bool(loads), None if wait < 0 else wait / _MICROSECONDS
+            )
         ended, slower = list[LoadJob](), list[LoadJob]()
         for job, (has_ended, is_whole, is_worth) in zip(jobs, threes, strict=True):
             if has_ended and not is_whole:
@@ -188,10 +190,14 @@ class Agreement:
                 ended.append(job)
             elif not is_worth:
                 slower.append(job)
-        return Agreed(agreed, ended, slower, saves[:num_saves])
+        return VoteResult(agreed, ended, slower, saves[:num_saves])
 
     def _votes(
-        self, wishes: Iterable[Wish], jobs: Iterable[LoadJob], slow: Collection[LoadJob], saves: int
+        self,
+        wishes: Iterable[LoadProposal],
+        jobs: Iterable[LoadJob],
+        slow: Collection[LoadJob],
+        saves: int,
     ) -> list[int]:
         """The vote of this rank on time, saves, wishes and jobs; see the module."""
         numbers = [self._decide(self._clock()), saves]

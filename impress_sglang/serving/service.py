@@ -20,8 +20,8 @@ from impress_sglang.cost import Estimator
 from impress_sglang.errors import ImpressError
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.metrics import ServingMetrics
+from impress_sglang.serving.prefix_frequency import Memory
 from impress_sglang.serving.report import RecentRequests, RequestTotals
-from impress_sglang.serving.sights import Memory
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import Quality
 from impress_sglang.store.disk import StoreDisk
@@ -95,7 +95,7 @@ class Service:
         self.estimator = Estimator(hidden_size, overlapped=config.readahead > 0)
         self.counts: Memory | None = None
         """Memory in which this rank of all replicas counts prompts; None: only this process."""
-        self.usual = self.class_of(LoadOptions(bits=config.usual_bits, blend=config.blend))
+        self.usual = self.class_of(LoadOptions(bits=config.default_bits, blend=config.blend))
         """Class of requests without options."""
         self.identity = identity
         """Model identity of the store that is open or being opened; empty if there is none."""
@@ -130,7 +130,7 @@ class Service:
         """Whether prefixes are matched with the store, and offered to it."""
         return self.policy.stores and self.suspended is None
 
-    def use_again(self) -> None:
+    def resume(self) -> None:
         """Resume the use of the store, or of the one being opened: all KVs in the pool now belong
         to `identity`."""
         if self.aside is not None:

@@ -96,12 +96,12 @@ class PendingRead:
             StoreUnavailable: the device failed, or has stopped; as long as the read is not `done`
                 the memory may still be written to.
         """
-        if not self.ended_in_time():
+        if not self.wait_idle():
             raise StoreUnavailable(self.segment.segment_id, "the device does not answer")
         if self.error is not None:
             raise self.error
 
-    def ended_in_time(self) -> bool:
+    def wait_idle(self) -> bool:
         """Wait until no more pieces will be read; False if the device has stopped."""
         while not self.ended.wait(LOOK_SECONDS):
             if self._has_stopped():

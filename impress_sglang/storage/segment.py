@@ -159,7 +159,7 @@ class SegmentHeader:
 
     `checksums` [blocks]; `sinks` [coded layers, sinks among its tokens, bytes], keys and then
     values of each; `mapping` [L, head groups, t], each row a permutation, or None if the tokens
-    are in logical order; `fits` [coded layers], with a basis `codes.rows.coder.fit_of` each.
+    are in logical order; `fits` [coded layers], with a basis `codes.rows.coder.misfit_of` each.
     """
 
     info: SegmentInfo

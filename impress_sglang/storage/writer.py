@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impress_sglang.codes.coding import CodingRule
+from impress_sglang.codes.coding import LayerEncoder
 from impress_sglang.storage.files import AlignedMemory, FileSystem
 from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, SegmentLayout
 from impress_sglang.storage.segment import (
@@ -33,7 +33,7 @@ class WriteAbandoned(Exception):
     """The KVs to write are no longer available or needed; no segment is published."""
 
 
-class WrittenInVain(WriteAbandoned):
+class WriteDiscarded(WriteAbandoned):
     """The segment is no longer needed; it was already written when that became known."""
 
 
@@ -53,7 +53,7 @@ def write_segment(
     *,
     direct: bool,
     mapping: MappingLists | None = None,
-    coding: CodingRule | None = None,
+    coding: LayerEncoder | None = None,
     written_ns: int | None = None,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> None:
@@ -115,7 +115,7 @@ def publishing(
             yield descriptor
             files.sync(descriptor)
         if not is_wanted():
-            raise WrittenInVain("nobody may have it any more")
+            raise WriteDiscarded("nobody may have it any more")
         files.rename(temporary, path)
     except BaseException:
         # If this fails, the next start removes the file.

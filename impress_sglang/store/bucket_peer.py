@@ -38,7 +38,7 @@ from impress_sglang.store.bucket import (
 )
 from impress_sglang.store.eviction_order import LEAST
 from impress_sglang.store.journal import ORDER_SECONDS
-from impress_sglang.store.peers import News
+from impress_sglang.store.peers import PeerEvent
 from impress_sglang.store.stored import StoredSegment
 from impress_sglang.threads import BackgroundThread
 
@@ -68,7 +68,7 @@ class BucketPeer:
         config: ImpressConfig,
         directory: StoreDirectory,
         bucket: Bucket,
-        news: collections.deque[News],
+        news: collections.deque[PeerEvent],
     ) -> None:
         """Ask for nothing yet but the key of the namespaces; `news` gets what is new.
 
@@ -211,7 +211,7 @@ class BucketPeer:
             uploaded, other = self._own.get(known.above), self._known.get(known.above)
             above = uploaded[0].segment_id if uploaded else other.segment_id if other else ""
             fresh = known.apart(last_access=last_access, above=above)
-            self._news.append(News(added=fresh, far=True))
+            self._news.append(PeerEvent(added=fresh, far=True))
 
     # What other threads do.
 
@@ -269,7 +269,7 @@ class BucketPeer:
                 with contextlib.suppress(ValueError, FileNotFoundError):
                     order, _ = self._bucket.begin(name, 1 << 24)
                     self._heard.add(name)
-                    self._news.append(News(purge=json.loads(order), far=True))
+                    self._news.append(PeerEvent(purge=json.loads(order), far=True))
 
     def look(self) -> None:
         """See what is new, and do what is to be done, on the caller's thread.
@@ -335,7 +335,7 @@ class BucketPeer:
         for name in names:
             with self._lock:
                 if known := self._known.pop(name, None):
-                    self._news.append(News(gone=known.segment_id, far=True))
+                    self._news.append(PeerEvent(gone=known.segment_id, far=True))
 
     def _doom(self, listed: Mapping[str, ObjectMeta], listed_bytes: int) -> dict[str, float]:
         """The oldest objects above the quota, and since when they are not used."""

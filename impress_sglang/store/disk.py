@@ -32,12 +32,12 @@ from impress_sglang.store.bucket import open_bucket
 from impress_sglang.store.bucket_peer import BucketPeer
 from impress_sglang.store.content import ContentIndex
 from impress_sglang.store.disk_worker import DiskWorker
-from impress_sglang.store.health import Health, Suspect, Work
+from impress_sglang.store.health import DiskTask, Health, Suspect
 from impress_sglang.store.orders import Pins
 from impress_sglang.store.peers import Peers
-from impress_sglang.store.places import Places
 from impress_sglang.store.stored import StoredSegment
 from impress_sglang.store.tree import StoredTree
+from impress_sglang.store.unattached import UnattachedSegments
 from impress_sglang.threads import BackgroundThread
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class StoreDisk:
             "on" if self.direct else "off",
         )
 
-    def _recover(self, closing: contextlib.ExitStack) -> Places:
+    def _recover(self, closing: contextlib.ExitStack) -> UnattachedSegments:
         """Put the segments on the disk into the tree; own files without a place in it are removed.
 
         Garbage collection is off meanwhile, and a large tree is frozen, until `closing`: it has no
@@ -136,7 +136,7 @@ class StoreDisk:
                 # Present garbage would be frozen, too; to collect it takes longer with the tree.
                 gc.collect()
             others = self.peers.begin(self.worker.journal.orders)
-            places = Places(self.tree)
+            places = UnattachedSegments(self.tree)
             useless, orphans = places.restore(found + others)
             if unread or self.peers.unreadable:
                 # They may build on a file that cannot be read now.
@@ -160,13 +160,13 @@ class StoreDisk:
                 gc.enable()
         return places
 
-    def is_far(self, segment: StoredSegment) -> bool:
+    def only_in_bucket(self, segment: StoredSegment) -> bool:
         """Whether only the bucket has a segment."""
         return self.bucket is not None and segment.home == self.bucket.home
 
     def open(self, segment: StoredSegment) -> OpenSegment:
         """Open a segment's file, wherever it is; raises like `OpenSegment`."""
-        if self.bucket is not None and self.is_far(segment):
+        if self.bucket is not None and self.only_in_bucket(segment):
             path = self.bucket.path_of(segment.info)
             return OpenSegment(path, self.bucket.files, direct=False)
         path = self.directory.segment_path(segment.segment_id, segment.home)
@@ -177,18 +177,18 @@ class StoreDisk:
         remove."""
         names: dict[Path, set[str]] = {}
         for segment in segments:
-            if self.bucket is not None and self.is_far(segment):
+            if self.bucket is not None and self.only_in_bucket(segment):
                 self.bucket.delete(segment)
             elif segment.home is not None:
                 names.setdefault(segment.home, set()).add(segment.segment_id)
         for folder, only in names.items():
             self.worker.submit(self.peers.trim, folder, math.inf, only)
 
-    def begin(self, task: Work | Suspect) -> Future[Any]:
+    def begin(self, task: DiskTask | Suspect) -> Future[Any]:
         """Begin what `health` finds due."""
         if isinstance(task, Suspect):
             return self.worker.submit(self.worker.look, task.segment.info)
-        if task is Work.MEASURE:
+        if task is DiskTask.MEASURE:
             return self._prober.submit(self.files.free_bytes, self.directory.path)
         return self._prober.submit(probe, self.directory)
 

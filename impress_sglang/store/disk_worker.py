@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from impress_sglang.codes.coding import CodingRule
+from impress_sglang.codes.coding import LayerEncoder
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.storage.directory import (
     QUARANTINE,
@@ -32,7 +32,7 @@ from impress_sglang.storage.writer import TEMPORARY_SUFFIX, LayerReader, write_s
 from impress_sglang.store.health import Health, Verdict
 from impress_sglang.store.journal import Journal, Record
 from impress_sglang.store.stored import StoredSegment
-from impress_sglang.threads import BackgroundThread, compute_alone
+from impress_sglang.threads import BackgroundThread, use_one_torch_thread
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class DiskWorker(BackgroundThread):
     """
 
     def __init__(self, directory: StoreDirectory, health: Health, *, direct: bool) -> None:
-        super().__init__("impress-write", compute_alone)
+        super().__init__("impress-write", use_one_torch_thread)
         self._directory, self._health, self._direct = directory, health, direct
         self.files = directory.files
         self.journal = Journal(self.files, directory.path)
@@ -103,7 +103,7 @@ class DiskWorker(BackgroundThread):
                     raise SegmentUnreadable(segment_id, "belongs to another model")
                 segment.written = status.st_mtime
             except SegmentUnreadable as error:
-                if self.condemn(error) is Verdict.UNCLEAR:
+                if self.quarantine(error) is Verdict.UNCLEAR:
                     self.unused_bytes += size
                 continue
             except (OSError, StoreUnavailable) as error:
@@ -149,7 +149,7 @@ class DiskWorker(BackgroundThread):
         self,
         segment: StoredSegment,
         read_layer: LayerReader,
-        coding: CodingRule | None,
+        coding: LayerEncoder | None,
         unremoved: frozenset[str],
         is_wanted: Callable[[], bool],
     ) -> None:
@@ -286,7 +286,7 @@ class DiskWorker(BackgroundThread):
             del self._unreadable[info.segment_id]
             return Verdict.GOOD
         except SegmentUnreadable as error:
-            return self.condemn(error)
+            return self.quarantine(error)
         except StoreUnavailable as error:
             logger.warning("a second look has seen nothing: %s", error)
             at_fault = isinstance(error.__cause__, OSError) and error.__cause__.errno in _OF_MEDIA
@@ -297,13 +297,13 @@ class DiskWorker(BackgroundThread):
                     self._unreadable[info.segment_id] += 1
                     if self._unreadable[info.segment_id] >= MOST_LOOKS:
                         never = SegmentUnreadable(info.segment_id, "can never be read")
-                        return self.condemn(never)
+                        return self.quarantine(never)
             return Verdict.UNCLEAR
 
     def _note_progress(self) -> None:
         self.progress = time.monotonic()
 
-    def condemn(self, error: SegmentUnreadable) -> Verdict:
+    def quarantine(self, error: SegmentUnreadable) -> Verdict:
         """Set aside a damaged segment, or forget a missing one, unless the whole disk is gone."""
         path = self._directory.segment_path(error.segment_id)
         try:

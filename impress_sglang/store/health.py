@@ -43,7 +43,7 @@ class Verdict(enum.Enum):
     """It cannot be read now."""
 
 
-class Work(enum.Enum):
+class DiskTask(enum.Enum):
     """What is to be done on the disk; results go to `measured` and `probed`."""
 
     MEASURE = "measure the free space"
@@ -115,7 +115,7 @@ class Health:
         segment.state = SegmentState.SUSPECT
         self.suspects[segment] = Suspect(segment, self._clock(), FIRST_LOOK_S)
 
-    def due(self) -> Iterator[Work | Suspect]:
+    def due(self) -> Iterator[DiskTask | Suspect]:
         """What is to be done, or looked at, on the disk now; each is given out once, until its
         result is in.
 
@@ -126,10 +126,10 @@ class Health:
             self._not_measured(TimeoutError(f"no answer for {self._patience:g} s"))
         if not self._probing and not self.writable and now >= self._probe_at:
             self._probing = True
-            yield Work.PROBE
+            yield DiskTask.PROBE
         if not (self._probing or self._measuring) and now - self._measured_at > MEASURE_S:
             self._measuring, self._measured_at = True, now
-            yield Work.MEASURE
+            yield DiskTask.MEASURE
         for suspect in self.suspects.values() if self.readable else ():
             if not suspect.looking and now >= suspect.look_at:
                 suspect.looking = True

@@ -19,7 +19,7 @@ from impress_sglang.storage.quality import ANYTHING
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.disk_worker import DiskWorker
 from impress_sglang.store.journal import decoded, encoded
-from impress_sglang.store.losses import Cause
+from impress_sglang.store.miss_log import MissCause
 from impress_sglang.store.stored import StoredSegment
 from impress_sglang.store.tree import StoredTree
 
@@ -286,7 +286,7 @@ class Purge:
             writes = [write for write in earlier if is_in(write, tree, *place)]
         # Dependents first.
         going.sort(key=lambda segment: -segment.info.prefix_len)
-        given_up = store.writes.discard([*writes, *going], Cause.PURGED)
+        given_up = store.writes.discard([*writes, *going], MissCause.PURGED)
         return Counter(
             segments=len(going),
             tokens=sum(len(segment.info.prompt_tokens) for segment in going),

@@ -45,7 +45,7 @@ _MOST_SECONDS = 0.005
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class News:
+class PeerEvent:
     """Something that another server has told: a segment, or that one is gone, or an order."""
 
     added: StoredSegment | None = None
@@ -57,7 +57,7 @@ class News:
 
 
 @dataclasses.dataclass(slots=True)
-class _Followed:
+class _FollowedJournal:
     """The journal of one folder, and what was read of it."""
 
     folder: Path
@@ -77,9 +77,9 @@ class Peers:
 
     def __init__(self, directory: StoreDirectory) -> None:
         self._directory, self._files = directory, directory.files
-        self._followed: dict[Path, _Followed] = {}
+        self._followed: dict[Path, _FollowedJournal] = {}
         self._folders_at = 0.0
-        self.news: collections.deque[News] = collections.deque()
+        self.news: collections.deque[PeerEvent] = collections.deque()
         """What nobody has taken yet; a bucket adds what it has."""
         self.unreadable = False
         """Whether the last look has failed: then it is not known what others have."""
@@ -121,7 +121,7 @@ class Peers:
 
         `orders`: to purge, which an earlier process of this folder has given.
         """
-        self.news.extend(News(purge=order) for order in orders)
+        self.news.extend(PeerEvent(purge=order) for order in orders)
         self.look()
         # Others may add to it meanwhile.
         news = [self.news.popleft() for _ in range(len(self.news))]
@@ -172,14 +172,14 @@ class Peers:
         self._folders_at = time.monotonic() + FOLDERS_SECONDS
         there = self._directory.siblings()
         for folder in there:
-            self._followed.setdefault(folder, _Followed(folder))
+            self._followed.setdefault(folder, _FollowedJournal(folder))
         for folder in self._followed.keys() - set(there):
             left = self._followed.pop(folder)
             self.news.extend(
-                News(gone=segment_id) for segment_id in left.unsure.union(left.segments)
+                PeerEvent(gone=segment_id) for segment_id in left.unsure.union(left.segments)
             )
 
-    def _read(self, followed: _Followed) -> Iterator[News]:
+    def _read(self, followed: _FollowedJournal) -> Iterator[PeerEvent]:
         path, seen = followed.folder / JOURNAL, tuple[int, ...]()
         first, size = b"", 0
         # One that is gone is like an empty one.
@@ -202,10 +202,10 @@ class Peers:
             followed.end += len(line)
             if (record := decode(line)) is not None:
                 yield from _news_of(record, followed)
-        yield from (News(gone=gone) for gone in followed.unsure - followed.segments.keys())
+        yield from (PeerEvent(gone=gone) for gone in followed.unsure - followed.segments.keys())
         followed.seen, followed.unsure = seen, set()
 
-    def take(self) -> Iterator[News]:
+    def take(self) -> Iterator[PeerEvent]:
         """What is new, as long as that and what the caller does with it does not take too long; the
         rest comes with the next call."""
         if not self.news:
@@ -215,7 +215,7 @@ class Peers:
             yield self.news.popleft()
 
 
-def _news_of(record: dict[str, Any], followed: _Followed) -> Iterator[News]:
+def _news_of(record: dict[str, Any], followed: _FollowedJournal) -> Iterator[PeerEvent]:
     if "add" in record:
         segment = segment_of(record)
         segment_id = segment.segment_id
@@ -225,13 +225,13 @@ def _news_of(record: dict[str, Any], followed: _Followed) -> Iterator[News]:
         if not known and segment.info.identity == identity_in(followed.folder.name):
             segment.home, segment.file_bytes = followed.folder, 0
             segment.last_access = segment.hits = 0
-            yield News(added=segment)
+            yield PeerEvent(added=segment)
     for gone in record.get("gone", ()):
         if (file_bytes := followed.segments.pop(gone, None)) is not None:
             followed.num_bytes -= file_bytes
             followed.unsure.discard(gone)
-            yield News(gone=gone)
+            yield PeerEvent(gone=gone)
     if "purge" in record:
-        yield News(purge=record["purge"])
+        yield PeerEvent(purge=record["purge"])
     if "want" in record:
-        yield News(want=record["want"])
+        yield PeerEvent(want=record["want"])

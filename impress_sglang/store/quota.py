@@ -24,7 +24,7 @@ from impress_sglang.storage.directory import QUARANTINE, remove_store
 from impress_sglang.store.disk import StoreDisk
 from impress_sglang.store.eviction_order import EvictionOrder
 from impress_sglang.store.lookahead import LookAhead
-from impress_sglang.store.open_segments import OpenSegments
+from impress_sglang.store.segment_readers import SegmentReaders
 from impress_sglang.store.stored import StoredMatch, StoredSegment
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Quota:
         self,
         config: ImpressConfig,
         disk: StoreDisk,
-        segments: OpenSegments,
+        segments: SegmentReaders,
         lookahead: LookAhead,
         budget: WriteBudget,
     ) -> None:

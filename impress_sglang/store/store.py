@@ -25,14 +25,14 @@ from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.disk import Answer, StoreDisk
-from impress_sglang.store.health import Suspect, Verdict, Work
+from impress_sglang.store.health import DiskTask, Suspect, Verdict
 from impress_sglang.store.lookahead import LookAhead
-from impress_sglang.store.losses import Cause
 from impress_sglang.store.memory import StoreMemory
-from impress_sglang.store.open_segments import OpenSegments
+from impress_sglang.store.miss_log import MissCause
 from impress_sglang.store.orders import Purge
-from impress_sglang.store.peers import News
+from impress_sglang.store.peers import PeerEvent
 from impress_sglang.store.quota import Quota, WriteBudget
+from impress_sglang.store.segment_readers import SegmentReaders
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.store.writing import SegmentWrites
 from impress_sglang.tiers.placement import CACHES
@@ -100,9 +100,9 @@ class PrefixStore:
         self.ahead = ReadAhead(self._memory.pool, enabled=config.readahead > 0)
         lookahead = lookahead or LookAhead()
         parts = self._memory, self._disk, self._reader, lookahead
-        self.segments = OpenSegments(config, shape, *parts)
+        self.segments = SegmentReaders(config, shape, *parts)
         self._closed = False
-        self._tasks: list[tuple[Work | Suspect, Future[Any]]] = []
+        self._tasks: list[tuple[DiskTask | Suspect, Future[Any]]] = []
         # Those of other servers.
         self._orders: list[Purge] = []
         budget = budget or WriteBudget(config.write_gb_per_day)
@@ -110,7 +110,7 @@ class PrefixStore:
         self.writes = SegmentWrites(
             config, identity, shape, self._disk, self.quota, self.segments, codec
         )
-        self.stats, self.losses = self.writes.stats, self.writes.losses
+        self.stats, self.miss_log = self.writes.stats, self.writes.miss_log
 
     def match(self, namespace: str, tokens: Tokens, *, least: Quality = EXACT) -> StoredMatch:
         """The longest published prefix of `tokens` in a quality of at least `least`."""
@@ -150,7 +150,7 @@ class PrefixStore:
         for double, other in () if self._orders else self.places.take_doubles():
             # A bucket's are stored here as well, to be read from here.
             if bucket is None and not self.quota.is_needed(double):
-                self.writes.discard([double], Cause.EVICTED)
+                self.writes.discard([double], MissCause.EVICTED)
                 self.places.forget(other.segment_id)
                 self.places.add(other)
         self._disk.remove_foreign(self.places.late)
@@ -164,15 +164,15 @@ class PrefixStore:
         ended = [task for task in self._tasks if task[1].done()]
         self._tasks = [task for task in self._tasks if task not in ended]
         for task, future in ended:
-            if task is Work.MEASURE:
+            if task is DiskTask.MEASURE:
                 self.health.measured(future.exception() or future.result())
-            elif task is Work.PROBE:
+            elif task is DiskTask.PROBE:
                 self._take_answer(future.result())
             else:
                 # A look that failed for another reason says nothing about the segment.
                 self._judge(task, Verdict.UNCLEAR if future.exception() else future.result())
 
-    def _hear(self, news: News) -> None:
+    def _hear(self, news: PeerEvent) -> None:
         """Act on what another server has told."""
         if (added := news.added) is not None:
             bucket = self._disk.bucket if news.far else None
@@ -183,10 +183,10 @@ class PrefixStore:
             self.places.forget(news.gone)
             segment = self.tree.get(news.gone)
             other = segment is not None and segment.home is not None
-            if segment is not None and other and self._disk.is_far(segment) == news.far:
-                self.writes.lose(segment, Cause.EVICTED)
+            if segment is not None and other and self._disk.only_in_bucket(segment) == news.far:
+                self.writes.lose(segment, MissCause.EVICTED)
         elif news.want:
-            self.writes.discard(self.quota.share_out(news.want), Cause.EVICTED)
+            self.writes.discard(self.quota.share_out(news.want), MissCause.EVICTED)
         elif news.purge is not None:
             try:
                 self._orders.append(Purge.told(news.purge))
@@ -204,7 +204,7 @@ class PrefixStore:
         due = self.tree.order.take_due(now, most)
         # A killed process leaves none behind what has gone.
         due.sort(key=lambda segment: -segment.info.prefix_len)
-        self.writes.discard(due, Cause.EXPIRED)
+        self.writes.discard(due, MissCause.EXPIRED)
 
     def tell(self, order: Mapping[str, Any]) -> None:
         """Tell other servers an order to purge."""
@@ -222,7 +222,7 @@ class PrefixStore:
                 self.places.set_aside(segment.apart(), REST_SECONDS)
             else:
                 self.places.refuse(segment.segment_id)
-            self.writes.lose(segment, Cause.DAMAGED)
+            self.writes.lose(segment, MissCause.DAMAGED)
             return
         if isinstance(error, StoreUnavailable):
             self.health.failed("a prefix could not be read", error, reading=True)
@@ -309,7 +309,7 @@ class PrefixStore:
         self.stats.segments_quarantined += verdict is Verdict.BAD
         self.stats.segments_gone += verdict is Verdict.GONE
         if verdict is not Verdict.GOOD:
-            self.writes.lose(suspect.segment, Cause.DAMAGED)
+            self.writes.lose(suspect.segment, MissCause.DAMAGED)
 
     def _take_answer(self, answer: Answer) -> None:
         """Take the answer to a probe of a failed disk: go on with the segments on it now."""

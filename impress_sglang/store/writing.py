@@ -27,13 +27,13 @@ from impress_sglang.storage.directory import CODING
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Priority, SegmentInfo, Tokens
-from impress_sglang.storage.writer import LayerReader, WriteAbandoned, WrittenInVain
+from impress_sglang.storage.writer import LayerReader, WriteAbandoned, WriteDiscarded
 from impress_sglang.store.bucket_peer import BucketPeer
 from impress_sglang.store.disk import StoreDisk
-from impress_sglang.store.losses import Cause, Losses
-from impress_sglang.store.open_segments import OpenSegments
+from impress_sglang.store.miss_log import MissCause, MissLog
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, prefix_digest
 from impress_sglang.store.quota import Quota
+from impress_sglang.store.segment_readers import SegmentReaders
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.transfer.codecs import Codec
 
@@ -135,10 +135,10 @@ class SegmentWrites:
         shape: KVShape,
         disk: StoreDisk,
         quota: Quota,
-        segments: OpenSegments,
+        segments: SegmentReaders,
         codec: Codec | None,
     ) -> None:
-        self.stats, self.losses = StoreStats(), Losses()
+        self.stats, self.miss_log = StoreStats(), MissLog()
         self._config, self._identity, self._shape, self._codec = config, identity, shape, codec
         self._disk, self._quota = disk, quota
         self._tree, self._worker, self._health = disk.tree, disk.worker, disk.health
@@ -155,7 +155,7 @@ class SegmentWrites:
     def __iter__(self) -> Iterator[StoredSegment]:
         return (write.segment for write in self._writes if not write.segment.lost)
 
-    def want_queries(self) -> bool:
+    def should_sample_queries(self) -> bool:
         """See `QueryMeter.wants`."""
         return self._codec is not None and self._codec.by_energy and self._disk.meter.wants()
 
@@ -184,11 +184,11 @@ class SegmentWrites:
             return StoreOutcome.UNREACHABLE
         if self._quota.budget.is_spent:
             self.stats.offers_above_budget += 1
-            self.losses.note_tokens(namespace, tokens, Cause.WRITE_BUDGET)
+            self.miss_log.note_tokens(namespace, tokens, MissCause.WRITE_BUDGET)
             return StoreOutcome.SPENT
-        loss = self.losses.find(namespace, tokens[:stop], start)
+        loss = self.miss_log.find(namespace, tokens[:stop], start)
         # Most of it could not be coded when that was tried.
-        lost = 0 if loss is None or loss.cause is not Cause.NOT_CODABLE else loss.num_tokens
+        lost = 0 if loss is None or loss.cause is not MissCause.NOT_CODABLE else loss.num_tokens
         if 2 * lost >= stop - start:
             return StoreOutcome.NOT_CODABLE
         segment = self._planned(namespace, offer, start, stop)
@@ -196,12 +196,12 @@ class SegmentWrites:
         victims = self._quota.make_room(segment, known)
         if victims is None:
             self.stats.offers_without_space += 1
-            self.losses.note_tokens(namespace, tokens, Cause.NO_ROOM)
+            self.miss_log.note_tokens(namespace, tokens, MissCause.NO_ROOM)
             self._ask_for_room(segment.file_bytes)
             return StoreOutcome.NO_SPACE
         if victims and self._quota.lacks > 0:
             self._ask_for_room(segment.file_bytes)
-        self.discard(victims, Cause.EVICTED)
+        self.discard(victims, MissCause.EVICTED)
         above = known.slice(0, start)[-1].segment if start else None
         attached = self._tree.attach(segment, above)
         assert attached, "the matched prefix is not in the tree"
@@ -232,7 +232,7 @@ class SegmentWrites:
                 continue
             self._finish(self._writes.popleft())
 
-    def discard(self, segments: Sequence[StoredSegment], cause: Cause) -> int:
+    def discard(self, segments: Sequence[StoredSegment], cause: MissCause) -> int:
         """Remove segments, dependents first, and their files; writes of those that are being
         written are given up. Returns how many these are."""
         writes = {write.segment: write for write in self._writes}
@@ -251,18 +251,18 @@ class SegmentWrites:
         self._disk.remove_foreign(segments)
         if going:
             count = len(going) - given_up
-            self.stats.segments_evicted += count * (cause is Cause.EVICTED)
-            self.stats.segments_purged += count * (cause is Cause.PURGED)
-            self.stats.segments_expired += count * (cause is Cause.EXPIRED)
+            self.stats.segments_evicted += count * (cause is MissCause.EVICTED)
+            self.stats.segments_purged += count * (cause is MissCause.PURGED)
+            self.stats.segments_expired += count * (cause is MissCause.EXPIRED)
             # In one job, because with each job the other thread can take the GIL from this one.
             self._worker.delete(going)
-        if cause is Cause.PURGED:
+        if cause is MissCause.PURGED:
             self._worker.submit(self._worker.empty_quarantine)
         return given_up
 
-    def lose(self, segment: StoredSegment, cause: Cause) -> None:
+    def lose(self, segment: StoredSegment, cause: MissCause) -> None:
         """Mark a segment as lost; it stays in the tree as long as others build on it."""
-        self.losses.note(segment, cause)
+        self.miss_log.note(segment, cause)
         stored = segment.on_disk
         if stored:
             # An estimate until the next measurement.
@@ -271,7 +271,7 @@ class SegmentWrites:
         self._tree.lose(segment)
         if stored and self._disk.bucket is not None:
             self._disk.bucket.lost(segment)
-        # Behind that: see `OpenSegments.retire`.
+        # Behind that: see `SegmentReaders.retire`.
         self._segments.retire(segment.segment_id)
 
     def _ask_for_room(self, num_bytes: int) -> None:
@@ -332,7 +332,7 @@ class SegmentWrites:
         segment, error = write.segment, write.future.exception()
         if not write.abandoned:
             write.offer.on_done()
-        if error is not None and not isinstance(error, (WrittenInVain, NotCodable)):
+        if error is not None and not isinstance(error, (WriteDiscarded, NotCodable)):
             self._quota.budget.spend(-segment.file_bytes)
         if segment.lost:
             self.stats.segments_abandoned += 1
@@ -355,7 +355,7 @@ class SegmentWrites:
             # The end stands for all: others may begin like it, and have codes.
             tokens = segment.prompt()
             end = max(segment.info.prefix_len, len(tokens) - BLOCK_TOKENS)
-            self.losses.note_tokens(segment.info.namespace, tokens, Cause.NOT_CODABLE, end)
+            self.miss_log.note_tokens(segment.info.namespace, tokens, MissCause.NOT_CODABLE, end)
         if isinstance(error, WriteAbandoned):
             self.stats.segments_abandoned += 1
         else:
@@ -396,7 +396,7 @@ class SegmentWrites:
         if victims is None:
             self._worker.submit(bucket.files.end, whole)
             return
-        self.discard(victims, Cause.EVICTED)
+        self.discard(victims, MissCause.EVICTED)
         self._quota.adopting_bytes = file.file_bytes
         adopt = functools.partial(self._worker.adopt, file)
         self._moving = info, self._worker.submit(bucket.files.end, whole, adopt)
@@ -404,7 +404,7 @@ class SegmentWrites:
     def _far(self, info: SegmentInfo) -> StoredSegment | None:
         """A segment of the tree that only the bucket has, if it can be read."""
         segment = self._tree.get(info.segment_id)
-        far = segment is not None and segment.ready and self._disk.is_far(segment)
+        far = segment is not None and segment.ready and self._disk.only_in_bucket(segment)
         return segment if far else None
 
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from impress_sglang.codes.coding import Coding, CodingRule, Rows, words_of
-from impress_sglang.codes.rotation import KeyRotation, Turns
+from impress_sglang.codes.coding import EncodedLayer, LayerEncoder, Rows, words_of
+from impress_sglang.codes.rotation import KeyRotation, RotationFactors
 from impress_sglang.codes.rows.basis import Basis
 from impress_sglang.codes.rows.coder import (
     GAIN_TABLE,
     encode_layer,
-    fit_of,
+    misfit_of,
     product_matrix,
     product_of,
 )
@@ -34,15 +34,15 @@ from impress_sglang.transfer.sources import Piece
 
 # Tokens that a CPU restores per step: data between its loops stay in a cache.
 TILE_TOKENS = 512
-# Segments do not fit their basis if `codes.rows.coder.fit_of` is larger than this on average over
-# layers, or in one of them. New text of known kinds has 1.4 to 2.5 on average, and up to 4 in some
-# layer; languages missing from the calibration, 2.7 to 5 (docs/results.md).
-WORST_MEAN_FIT, WORST_FIT = 3.0, 16.0
+# Segments do not fit their basis if `codes.rows.coder.misfit_of` is larger than this on average
+# over layers, or in one of them. New text of known kinds has 1.4 to 2.5 on average, and up to 4 in
+# some layer; languages missing from the calibration, 2.7 to 5 (docs/results.md).
+MAX_MEAN_MISFIT, MAX_MISFIT = 3.0, 16.0
 
 
-def is_unlike(fits: Float32s) -> bool:
+def is_misfit(fits: Float32s) -> bool:
     """Whether codes of a segment are too inexact, by the fits of its layers, if it has any."""
-    return len(fits) > 0 and bool(fits.mean() > WORST_MEAN_FIT or fits.max() > WORST_FIT)
+    return len(fits) > 0 and bool(fits.mean() > MAX_MEAN_MISFIT or fits.max() > MAX_MISFIT)
 
 
 def shape_by(basis: Basis, shape: KVShape) -> KVShape:
@@ -93,13 +93,13 @@ class BasisCodec:
         """Positions of the tokens whose KVs are stored as those from token `first` on."""
         return torch.arange(first - self.beyond, first - self.beyond + count).clamp_min(0)
 
-    def rule(self, first: int, energy: Energy, *, alone: bool = False) -> CodingRule:
+    def rule(self, first: int, energy: Energy, *, alone: bool = False) -> LayerEncoder:
         """See `Codec.rule`; codes of KVs that do not fit the basis are too inexact."""
         basis, rotation, total = self.basis, self.rotation, 0.0
         below: Tensor | None = None
-        turns: Turns | None = None
+        turns: RotationFactors | None = None
 
-        def code(layer: int, keys: Tensor, values: Tensor) -> Coding:
+        def code(layer: int, keys: Tensor, values: Tensor) -> EncodedLayer:
             nonlocal below, turns, total
             if turns is None:
                 # Same for all layers.
@@ -108,20 +108,20 @@ class BasisCodec:
             kvs = rotation.move(keys.float(), turns), values
             rows, below = encode_layer(basis, layer, below, kvs)
             # Sinks never fit, but are loaded exactly.
-            fit = fit_of(basis, layer, rows[max(SINK_TOKENS - first, 0) :])
+            fit = misfit_of(basis, layer, rows[max(SINK_TOKENS - first, 0) :])
             total += fit
             # Later layers cannot lower the sum.
-            if alone and (fit > WORST_FIT or total > WORST_MEAN_FIT * basis.num_layers):
+            if alone and (fit > MAX_MISFIT or total > MAX_MEAN_MISFIT * basis.num_layers):
                 raise NotCodable(
                     "it is unlike what the basis knows, and its exact KVs are not kept"
                 )
-            return Coding(rows, fit)
+            return EncodedLayer(rows, fit)
 
         return code
 
     def restore(
         self, layer: int, pieces: Sequence[Piece], rows: Rows, state: Any = None
-    ) -> tuple[Tensor, Turns]:
+    ) -> tuple[Tensor, RotationFactors]:
         """See `Codec.restore`; all tensors are on the device of the pools.
 
         The state is the restored layer, less its mean, bfloat16 [t, X], which the next call may
@@ -160,7 +160,7 @@ class BasisCodec:
         return layer_tables
 
     def _put_by_kernels(
-        self, layer: int, groups: Tensor, below: Tensor | None, turns: Turns, rows: Rows
+        self, layer: int, groups: Tensor, below: Tensor | None, turns: RotationFactors, rows: Rows
     ) -> Tensor:
         tables, angles = self._tables[layer], (turns.cos.flatten(1), turns.sin.flatten(1))
         components, halves = self._module.unpack(groups, tables), self.rotation.halves
@@ -168,7 +168,7 @@ class BasisCodec:
         return self._module.restore(components, below, tables, angles, *into, halves=halves)
 
     def _put_by_loops(
-        self, layer: int, groups: Tensor, below: Tensor | None, turns: Turns, rows: Rows
+        self, layer: int, groups: Tensor, below: Tensor | None, turns: RotationFactors, rows: Rows
     ) -> Tensor:
         tables, matrix, mean = self._tables[layer]
         restored = torch.empty(len(groups), len(mean), dtype=torch.bfloat16)

@@ -119,7 +119,7 @@ class BufferPool:
         self._collect()
         while self.used_bytes + self._draining_bytes + size > self.limit_bytes:
             memory, reads = self._draining[0]
-            if not all(read.ended_in_time() for read in reads):
+            if not all(read.wait_idle() for read in reads):
                 return False
             if memory.fence is not None:
                 memory.fence.wait()
@@ -205,10 +205,10 @@ class LayerBuffer:
 
         It raises `PrefixUnreadable` if a read of them failed, or a block is corrupt.
         """
-        nobody, *brought = self._brought(wanted).tolist()
+        nobody, *sources = self._brought(wanted).tolist()
         assert not nobody, "a block was not asked for"
         errors = []
-        for read, brings in zip(self.reads, brought, strict=True):
+        for read, brings in zip(self.reads, sources, strict=True):
             if brings:
                 try:
                     read.arrived()

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impress_sglang.codes.coding import Coding, CodingRule, Rows
+from impress_sglang.codes.coding import EncodedLayer, LayerEncoder, Rows
 from impress_sglang.codes.groups.codec import GROUP_TOKENS, GroupLayout, encode_layer
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
@@ -37,7 +37,7 @@ class Codec(Protocol):
     instead: str
     """Options of a server that needs no such codec."""
 
-    def rule(self, first: int, energy: Energy, *, alone: bool = False) -> CodingRule:
+    def rule(self, first: int, energy: Energy, *, alone: bool = False) -> LayerEncoder:
         """Make the function that codes a segment whose first token is number `first` of a prompt.
 
         It is for one segment, layers in ascending order. It raises `NotCodable` if codes stand
@@ -61,11 +61,13 @@ class GroupCodec:
         """`kernels`: whether kernels restore; None means on a GPU."""
         self._layout, self._kernels = layout, kernels
 
-    def rule(self, first: int, energy: Energy, *, alone: bool = False) -> CodingRule:
+    def rule(self, first: int, energy: Energy, *, alone: bool = False) -> LayerEncoder:
         """See `Codec.rule`; everything can be coded."""
 
-        def code(layer: int, keys: Tensor, values: Tensor) -> Coding:
-            return Coding(encode_layer(self._layout, keys, values, energy(layer, keys.shape[1:])))
+        def code(layer: int, keys: Tensor, values: Tensor) -> EncodedLayer:
+            return EncodedLayer(
+                encode_layer(self._layout, keys, values, energy(layer, keys.shape[1:]))
+            )
 
         return code
 

@@ -26,7 +26,7 @@ from impress_sglang.storage.segment import OpenSegment
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.placement import Access, Tier
 from impress_sglang.transfer.buffers import BufferPool, LayerBuffer, PooledMemory
-from impress_sglang.transfer.wanted import Wanted, wanted_tokens
+from impress_sglang.transfer.wanted import WantedChunks, wanted_tokens
 
 _SSD, _HOST, _DEVICE = int(Tier.SSD), int(Tier.HOST), int(Tier.DEVICE)
 
@@ -137,7 +137,7 @@ class StoredSource(abc.ABC):
         self._ending: list[PendingRead] = []
 
     @abc.abstractmethod
-    def _certain(self, layer: int) -> Sequence[Sequence[Wanted]]:
+    def _certain(self, layer: int) -> Sequence[Sequence[WantedChunks]]:
         """Chunks that each span will certainly need, in the order of the requests."""
 
     def read_ahead(self) -> None:
@@ -161,9 +161,9 @@ class StoredSource(abc.ABC):
         """Whether any of its reads is in progress."""
         return any(not read.done for read in self._reads())
 
-    def ended_in_time(self) -> bool:
+    def wait_idle(self) -> bool:
         """Wait for its reads; False if the device has stopped."""
-        return all(read.ended_in_time() for read in self._reads())
+        return all(read.wait_idle() for read in self._reads())
 
     def _reads(self) -> list[PendingRead]:
         reads = (buffer.reads for buffer in self._buffers.values())
@@ -178,7 +178,9 @@ class StoredSource(abc.ABC):
         """Begin no more reads; once `is_reading` is False, nothing reads from the segments."""
         self._give_back()
 
-    def _take(self, layer: int, wanted: Mapping[int, Wanted], *, last: bool = True) -> list[Tensor]:
+    def _take(
+        self, layer: int, wanted: Mapping[int, WantedChunks], *, last: bool = True
+    ) -> list[Tensor]:
         """Take the wanted blocks of some spans, by the numbers of the spans.
 
         They are taken from the tiers of chunks before the read; then the chunks move. `last`: see
@@ -243,7 +245,7 @@ class StoredSource(abc.ABC):
             memory.fence = fence
 
     def _count(
-        self, wanted: Mapping[int, Wanted], missing: Sequence[int], access: Access
+        self, wanted: Mapping[int, WantedChunks], missing: Sequence[int], access: Access
     ) -> tuple[int, int, int]:
         """Count a read, with the number of blocks of each span that were not in a cache.
 
@@ -314,13 +316,13 @@ class WholeSource(StoredSource):
                 sinks[number] = self.shape.kvs_of(exact.to(self._cache.device))
         return sinks
 
-    def _wanted(self, layer: int) -> list[Wanted]:
+    def _wanted(self, layer: int) -> list[WantedChunks]:
         return [
             wanted_tokens(segment.layout.parts(layer, codes=self.codes), tokens.start, tokens.stop)
             for segment, tokens, _ in self.spans
         ]
 
-    def _certain(self, layer: int) -> Sequence[Sequence[Wanted]]:
+    def _certain(self, layer: int) -> Sequence[Sequence[WantedChunks]]:
         return [self._wanted(layer)]
 
     def read(self, layer: int) -> list[Piece]:

@@ -29,7 +29,7 @@ def most_pages(layout: SegmentLayout) -> int:
     return max(pages.page_bytes for pages in (*layout.columns, *layout.codes, *last)) // BLOCK_BYTES
 
 
-class Wanted:
+class WantedChunks:
     """Wanted chunks of a layer, ascending, and their wanted blocks."""
 
     taken: Flags | None = None
@@ -63,7 +63,7 @@ class Wanted:
 
 
 @functools.lru_cache(maxsize=512)
-def wanted_tokens(parts: Parts, start: int, stop: int) -> Wanted:
+def wanted_tokens(parts: Parts, start: int, stop: int) -> WantedChunks:
     """Find the chunks and blocks with tokens [start, stop) in the parts of a layer, in order."""
     blocks = np.zeros(parts.num_bytes // BLOCK_BYTES, np.bool_)
     numbers, rows, places, before, taken = [], [], [], 0, 0
@@ -81,6 +81,6 @@ def wanted_tokens(parts: Parts, start: int, stop: int) -> Wanted:
             inside = slice(first - edges[0], last - edges[0])
             places.append((part, slice(taken, taken := taken + size), inside))
         before += part.num_pages
-    wanted = Wanted(parts.chunks, np.concatenate(numbers), np.concatenate(rows), blocks)
+    wanted = WantedChunks(parts.chunks, np.concatenate(numbers), np.concatenate(rows), blocks)
     wanted.places = places
     return wanted

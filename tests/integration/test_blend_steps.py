@@ -17,16 +17,16 @@ from sglang.srt.model_executor.forward_context import has_forward_context
 from sglang.srt.models.opt import OPTForCausalLM, OPTLearnedPositionalEmbedding
 from torch import Tensor
 
-from impress_sglang.blend.job import Kind, share_of_layer
+from impress_sglang.blend.job import TokenKind, share_of_layer
 from impress_sglang.blend.plugin.steps import (
     BlendSteps,
     attention_at,
     check_blended,
 )
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.plugin.capabilities import ROPE_TYPES
 from impress_sglang.plugin.factory import rotation_of
 from impress_sglang.plugin.rectangular import rectangular_attention
+from impress_sglang.plugin.unsupported import ROPE_TYPES
 from tests.integration.tiny_model import SCALING, KVs, Model, Pool, tokens_of
 from tests.unit.kv_factory import make_shape
 
@@ -57,7 +57,7 @@ def blend(
     generator = torch.Generator().manual_seed(9)
     row = torch.randperm(399, generator=generator)[: len(tokens)] + 1
     kind_array = np.asarray(kinds, np.uint8)
-    there = resident + np.flatnonzero(kind_array != Kind.COMPUTED)
+    there = resident + np.flatnonzero(kind_array != TokenKind.COMPUTED)
     for layer, (keys, values) in enumerate(model.kvs(tokens)):
         pool.keys[layer][row[:resident]] = keys[:resident]
         pool.values[layer][row[:resident]] = values[:resident]
@@ -101,7 +101,7 @@ def test_all_computed_is_the_model_itself(size: int, resident: int, share: float
     """In both ways to say so, in blocks of any size, behind tokens that are resident."""
     tokens = tokens_of(1, 90)
     expected = Model(SHAPE).kvs(tokens)
-    kinds = np.full(90 - resident, Kind.REUSED if share else Kind.COMPUTED)
+    kinds = np.full(90 - resident, TokenKind.REUSED if share else TokenKind.COMPUTED)
     found, model, job = blend(
         tokens, stored_behind_others(tokens, 30), kinds, share, size=size, resident=resident
     )
@@ -115,8 +115,8 @@ def test_new_text_between_exact_text_is_exact() -> None:
     """Where all that is restored is right, so is what is computed between it."""
     tokens = tokens_of(1, 90)
     expected = Model(SHAPE).kvs(tokens)
-    kinds = np.full(90, Kind.KEPT)
-    kinds[20:25] = kinds[60:90] = kinds[0:2] = Kind.COMPUTED
+    kinds = np.full(90, TokenKind.KEPT)
+    kinds[20:25] = kinds[60:90] = kinds[0:2] = TokenKind.COMPUTED
     found, model, _ = blend(tokens, expected, kinds, 0.0, size=20)
     assert error(found, expected, 0) < 1e-5
     assert [count for layer, count in model.computed if not layer] == [20, 17]
@@ -125,7 +125,7 @@ def test_new_text_between_exact_text_is_exact() -> None:
 def test_reuse_as_is_runs_no_model() -> None:
     tokens = tokens_of(1, 90)
     stored = stored_behind_others(tokens, 30)
-    found, model, job = blend(tokens, stored, [Kind.REUSED] * 90, 0.0, size=40)
+    found, model, job = blend(tokens, stored, [TokenKind.REUSED] * 90, 0.0, size=40)
     assert error(found, stored, 0) == 0.0 and not model.computed and not job.spent
 
 
@@ -166,8 +166,8 @@ def by_hand(tokens: Tensor, stored: KVs, kinds: np.ndarray, share: float) -> KVs
     """CacheBlend's filtering over one block, without dropping a row."""
     model, found = Model(SHAPE), []
     hidden, positions = model.embedding[tokens], torch.arange(len(tokens))
-    reused = torch.from_numpy(kinds == Kind.REUSED)
-    computed = torch.from_numpy(kinds != Kind.KEPT)
+    reused = torch.from_numpy(kinds == TokenKind.REUSED)
+    computed = torch.from_numpy(kinds != TokenKind.KEPT)
     for layer, weights in enumerate(model.projections):
         q, k, v = model.projected(hidden, positions, layer)
         mask = computed[:, None, None]
@@ -188,8 +188,8 @@ def by_hand(tokens: Tensor, stored: KVs, kinds: np.ndarray, share: float) -> KVs
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.8])
 def test_rows_are_dropped_with_all_that_belongs_to_them(share: float) -> None:
     tokens = tokens_of(1, 300)
-    kinds = np.full(300, Kind.REUSED)
-    kinds[:30], kinds[100:120], kinds[290:] = Kind.KEPT, Kind.COMPUTED, Kind.COMPUTED
+    kinds = np.full(300, TokenKind.REUSED)
+    kinds[:30], kinds[100:120], kinds[290:] = TokenKind.KEPT, TokenKind.COMPUTED, TokenKind.COMPUTED
     expected, stored = Model(SHAPE).kvs(tokens), stored_behind_others(tokens, 30)
     stored = [
         (torch.cat([a[:30], k[30:]]), torch.cat([b[:30], v[30:]]))

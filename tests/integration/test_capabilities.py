@@ -27,19 +27,19 @@ from sglang.srt.server_args import ServerArgs
 from impress_sglang.blend.plugin.steps import BLENDED
 from impress_sglang.config import AUTO, EXACTLY, USUAL, ImpressConfig
 from impress_sglang.errors import ConfigError, UnsupportedError
-from impress_sglang.plugin import capabilities, factory
-from impress_sglang.plugin.capabilities import (
+from impress_sglang.plugin import factory, unsupported
+from impress_sglang.plugin.compat import NEWEST, sglang_version
+from impress_sglang.plugin.entry import _after_draft_worker
+from impress_sglang.plugin.factory import _architecture, _scaling, draft_runners, kv_shape
+from impress_sglang.plugin.pools import kv_format_of
+from impress_sglang.plugin.request_tracker import namespace_of_request
+from impress_sglang.plugin.unsupported import (
     check_extra_pools,
     check_layers,
     check_model,
     check_options,
     identity_of_options,
 )
-from impress_sglang.plugin.compat import NEWEST, sglang_version
-from impress_sglang.plugin.entry import _after_draft_worker
-from impress_sglang.plugin.factory import _architecture, _scaling, draft_runners, kv_shape
-from impress_sglang.plugin.known import namespace_of_request
-from impress_sglang.plugin.pools import streams_of
 from impress_sglang.store.policies import make_policy
 from impress_sglang.store.prefix_hashes import namespace_text
 from tests.integration.tiny_model import write_config
@@ -56,10 +56,10 @@ def options(**changed: Any) -> Any:
     return SimpleNamespace(**(usual | changed))
 
 
-REFUSED = [name for names in capabilities._OFF.values() for name in names.split()]
+REFUSED = [name for names in unsupported._OFF.values() for name in names.split()]
 VALUES = [
     name
-    for rules in (capabilities._VALUES, capabilities._WEIGHTS_SEEN)
+    for rules in (unsupported._VALUES, unsupported._WEIGHTS_SEEN)
     for names, _ in rules.values()
     for name in names.split()
 ]
@@ -76,10 +76,10 @@ def test_options_that_are_known_not_to_work(name: str) -> None:
 
 def test_options_that_change_kvs_are_part_of_the_identity() -> None:
     plain = identity_of_options(options())
-    for name in capabilities._IDENTITY + capabilities._ALSO:
+    for name in unsupported._IDENTITY + unsupported._ALSO:
         assert hasattr(options(), name)
         assert identity_of_options(options(**{name: "other"})) != plain
-    assert plain.keys().isdisjoint(f"--{name}" for name in capabilities._ALSO)
+    assert plain.keys().isdisjoint(f"--{name}" for name in unsupported._ALSO)
 
 
 def test_overrides_of_the_model_are_part_of_the_identity(tmp_path: Path) -> None:
@@ -90,16 +90,16 @@ def test_overrides_of_the_model_are_part_of_the_identity(tmp_path: Path) -> None
     assert _architecture(changed.hf_text_config) != plain
 
 
-@pytest.mark.parametrize("name", capabilities._ENVIRONMENT)
+@pytest.mark.parametrize("name", unsupported._ENVIRONMENT)
 def test_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    capabilities.check_environment()
+    unsupported.check_environment()
     monkeypatch.setenv(name, "1")
     if hasattr(environ.envs, name):
         with pytest.raises(UnsupportedError, match=f"unset {name}"):
-            capabilities.check_environment()
+            unsupported.check_environment()
 
 
-@pytest.mark.parametrize("name", capabilities._NOT_CAUSAL)
+@pytest.mark.parametrize("name", unsupported._NOT_CAUSAL)
 def test_configurations(name: str, tmp_path: Path) -> None:
     config = ModelConfig(str(write_config(tmp_path)))
     check_model(config, ImpressConfig())
@@ -291,9 +291,9 @@ def test_changed_layer(changes: dict[str, Any], word: str) -> None:
 )
 def test_changed_pool(changed: dict[str, Any], word: str) -> None:
     pool = make_pool()
-    assert not streams_of(pool, torch.float32).no_codes
+    assert not kv_format_of(pool, torch.float32).no_codes
     with pytest.raises(UnsupportedError, match=word):
-        streams_of(make_pool(**changed), torch.float32)
+        kv_format_of(make_pool(**changed), torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_kvs_that_are_not_coded(dtype: torch.dtype, dim: int, why: str) -> None:
     policy, others = make_policy(config), runner(Layers())
     assert kv_shape(others, policy, config).code_bits == config.code_bits
     assert not kv_shape(runner(Layers(), pool), policy, config).coded
-    no_codes = streams_of(pool, torch.float32).no_codes
+    no_codes = kv_format_of(pool, torch.float32).no_codes
     for bits in (USUAL, AUTO, EXACTLY):
         assert ImpressConfig(bits=bits).without_codes(no_codes).kept == EXACTLY
     asked = ({"bits": 6.0}, {"bits": 5.0}, {"keep": "both"}, {"basis": "b"}, {"blend": 0.2})

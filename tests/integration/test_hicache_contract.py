@@ -28,7 +28,7 @@ from impress_sglang.cli.main import HICACHE
 from impress_sglang.errors import ConfigError, UnsupportedError
 from impress_sglang.hicache import pages as pages_module
 from impress_sglang.hicache.plugin import backend as backend_module
-from impress_sglang.hicache.plugin.backend import Weights
+from impress_sglang.hicache.plugin.backend import PageStoreGuard
 from impress_sglang.storage.files import FileSystem
 
 PAGE, LAYERS, TOKENS = 16, 3, 256
@@ -81,7 +81,7 @@ def page_of(pool: Any, page: int) -> torch.Tensor:
 
 
 @pytest.fixture
-def weights(monkeypatch: pytest.MonkeyPatch) -> Weights:
+def weights(monkeypatch: pytest.MonkeyPatch) -> PageStoreGuard:
     """Of a scheduler that is noted."""
     guard = backend_module.remember_scheduler(SimpleNamespace())
     guard.__dict__["context"] = SimpleNamespace(
@@ -93,7 +93,9 @@ def weights(monkeypatch: pytest.MonkeyPatch) -> Weights:
 
 
 @pytest.fixture
-def make(tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def make(
+    tmp_path: Path, weights: PageStoreGuard, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Make]:
     """Makes backends as HiCache does."""
     monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)
     monkeypatch.setattr(pages_module, "SCAN_SECONDS", -1.0)
@@ -188,7 +190,7 @@ def test_ranks_share_latent_pages_and_no_others(make: Make) -> None:
 
 
 def test_pages_are_set_aside_while_weights_change(
-    make: Make, weights: Weights, monkeypatch: pytest.MonkeyPatch
+    make: Make, weights: PageStoreGuard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = make(host_pool("layer_first"))
     backend.batch_set_v1(HASHES[:2], slots(0, 1))
@@ -197,7 +199,7 @@ def test_pages_are_set_aside_while_weights_change(
     assert backend.batch_exists_v2(HASHES).kv_hit_pages == 0
     assert backend.batch_get_v1(HASHES[:2], slots(0, 1)) == [False] * 2
     assert backend.batch_set_v1(HASHES[2:3], slots(2)) == [False]
-    weights.use_again()
+    weights.resume()
     assert backend.batch_exists(HASHES) == 2
     weights.reopen("cd" * 16)
     assert backend.batch_exists(HASHES) == 0

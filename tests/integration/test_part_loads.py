@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from impress_sglang.config import AUTO
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.paper.service import PartPlan
-from impress_sglang.plugin import known
+from impress_sglang.plugin import request_tracker
 from impress_sglang.plugin.admin import handle
 from impress_sglang.serving.why import Reason
 from tests.integration.paper_world import PaperWorld
@@ -161,7 +161,7 @@ def test_what_is_against_a_request_is_asked_once(
         asked.append(req.rid)
         return refusal
 
-    monkeypatch.setattr(known, "serve_refusal", refuse)
+    monkeypatch.setattr(request_tracker, "serve_refusal", refuse)
     req = new_request("r", STORED)
 
     assert (world.loads(req) > 0) == (refusal is None)

@@ -10,7 +10,7 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from impress_sglang.codes.groups.energy import MEASURED_QUERIES
-from impress_sglang.plugin.write_back import QuerySampler
+from impress_sglang.plugin.prefix_saves import QuerySampler
 
 HEADS, DIM, SCALING = 2, 8, 0.5
 

@@ -18,12 +18,12 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from impress_sglang.cost import RequestLengths
 from impress_sglang.paper.plugin.part_cache import PartCache
 from impress_sglang.plugin import report_transport
-from impress_sglang.plugin.known import KnownRequests
 from impress_sglang.plugin.report_transport import (
     around_abort,
     attach,
     before_output,
 )
+from impress_sglang.plugin.request_tracker import RequestTracker
 from impress_sglang.serving.report import RecentRequests, new_report
 from impress_sglang.serving.why import Reason
 from tests.integration.worlds import STORED, World
@@ -137,7 +137,7 @@ def test_times_of_a_request_add_up_where_its_prefix_is_loaded_while_it_waits(
 ) -> None:
     service = Learning()
     requests: Any = SimpleNamespace(service=service)
-    KnownRequests.count(requests, ended("impress", {"load_ms": load_ms}, queued, gated))
+    RequestTracker.count(requests, ended("impress", {"load_ms": load_ms}, queued, gated))
     (row,) = service.recent.after(0)
     assert (row["waited_ms"], row["loading_ms"], row["computing_ms"]) == split
     assert service.requests == [(0, 20, pytest.approx(0.1 - gated))]
@@ -175,7 +175,7 @@ def test_what_a_pass_took_is_learnt_apart_from_what_it_loaded(
 ) -> None:
     runtime = Learning()
     requests: Any = SimpleNamespace(service=runtime)
-    count = functools.partial(KnownRequests.count, requests)
+    count = functools.partial(RequestTracker.count, requests)
     cache: Any = object.__new__(PartCache)
     cache.service, cache._tracked = runtime, {}
     cache._requests, cache._saves = SimpleNamespace(count=count), SimpleNamespace(end=id)

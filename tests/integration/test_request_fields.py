@@ -30,7 +30,7 @@ from impress_sglang.plugin.eligibility import (
     serve_refusal,
     store_refusal,
 )
-from impress_sglang.plugin.known import as_tokens
+from impress_sglang.plugin.request_tracker import as_tokens
 
 OVERRIDES = PositionalEmbeds(embeds=[torch.ones(4)], positions=[1])
 # What SGLang gives a request at its making, or later, that makes its KVs depend on more than they

@@ -14,7 +14,7 @@ from fastapi import HTTPException
 from fastapi.testclient import TestClient
 
 from impress_sglang.plugin import routes
-from impress_sglang.plugin.routes import NotDone, carry_out, fields_of
+from impress_sglang.plugin.routes import AdminHTTPError, carry_out, fields_of
 from impress_sglang.serving.why import Reason
 
 VOCAB = 1000
@@ -104,7 +104,7 @@ class Warming:
         assert verb == "warm"
         why = self.whys.pop(0) if self.whys else {"reason": "never_stored", "rest": None}
         if "error" in why:
-            raise NotDone(why["error"])
+            raise AdminHTTPError(why["error"])
         return {"tokens": len(input_ids), "stored_tokens": 0, "why": why}
 
 

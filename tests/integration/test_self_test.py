@@ -29,10 +29,10 @@ from impress_sglang.codes.groups import slots
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.plugin import self_test
-from impress_sglang.plugin.capabilities import check_layers
 from impress_sglang.plugin.factory import kv_shape
 from impress_sglang.plugin.pools import PoolLayers, index_keys, state_layers, window_pool
 from impress_sglang.plugin.self_test import check_kvs
+from impress_sglang.plugin.unsupported import check_layers
 from impress_sglang.store.policies import make_policy
 from impress_sglang.transfer.codecs import plain_codec
 from impress_sglang.transfer.filling import PackedLayers

@@ -18,9 +18,9 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.observability import trace
 
-from impress_sglang.plugin import late_start, prefix_loads, tree_nodes
-from impress_sglang.plugin.known import namespace_of
+from impress_sglang.plugin import early_admission, prefix_loads, tree_nodes
 from impress_sglang.plugin.pools import PoolLayers
+from impress_sglang.plugin.request_tracker import namespace_of
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from impress_sglang.storage.layout import KVShape
 from tests.integration.tiny_model import draw
@@ -269,7 +269,7 @@ def test_nothing_is_loaded_any_more_when_the_store_is_set_aside(
         req.kv = ReqKvInfo()
 
     world.scheduler._add_request_to_queue = queue
-    monkeypatch.setattr(late_start, "release_kv_cache", release)
+    monkeypatch.setattr(early_admission, "release_kv_cache", release)
     with monkeypatch.context() as patched:
         req, job = nearly_done(world, patched)
         assert not world.waits(req) and job.early

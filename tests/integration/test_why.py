@@ -9,9 +9,9 @@ import pytest
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 
 from impress_sglang.errors import PrefixUnreadable
-from impress_sglang.plugin import known
+from impress_sglang.plugin import request_tracker
 from impress_sglang.serving.why import Reason
-from impress_sglang.store.losses import Cause
+from impress_sglang.store.miss_log import MissCause
 from impress_sglang.store.stored import SegmentState, StoredSegment
 from tests.integration.tree_world import told_of
 from tests.integration.worlds import STORED, TOKENS, World
@@ -70,13 +70,13 @@ def test_what_another_tenant_has_stored_nobody_has(world: World, stored: StoredS
     """Neither while it is there, nor when it is gone."""
     stranger = admitted(world, namespace="another")
     assert stranger["reason"] == Reason.NEVER_STORED
-    world.service.store.writes.discard([stored], Cause.EVICTED)
+    world.service.store.writes.discard([stored], MissCause.EVICTED)
     assert admitted(world, namespace="another") == stranger
     assert admitted(world)["reason"] == Reason.EVICTED
 
 
-@pytest.mark.parametrize("cause", Cause)
-def test_what_has_left_the_store(world: World, stored: StoredSegment, cause: Cause) -> None:
+@pytest.mark.parametrize("cause", MissCause)
+def test_what_has_left_the_store(world: World, stored: StoredSegment, cause: MissCause) -> None:
     world.service.store.writes.lose(stored, cause)
     why = admitted(world)
     assert why["reason"] == Reason(cause.name.lower())
@@ -114,7 +114,13 @@ SET: tuple[tuple[Callable[[World], object], str, object, Reason, str], ...] = (
     (lambda world: world.service.store._memory.pool, "limit_bytes", 1, Reason.NO_BUFFERS, ""),
     (lambda world: world.service.store.segments, "open", unreadable, Reason.NOT_OPENED, ""),
     (lambda world: world.service, "aside", "a test", Reason.OTHER_WEIGHTS, ": a test."),
-    (lambda _: known, "serve_refusal", lambda _: "lora_id", Reason.NOT_SERVED, ": lora_id."),
+    (
+        lambda _: request_tracker,
+        "serve_refusal",
+        lambda _: "lora_id",
+        Reason.NOT_SERVED,
+        ": lora_id.",
+    ),
 )
 
 

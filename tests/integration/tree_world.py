@@ -29,10 +29,10 @@ from torch import Tensor
 
 from impress_sglang.blend.plugin import blends
 from impress_sglang.config import OFF, ImpressConfig
+from impress_sglang.plugin.impress_tree_cache import ImpressTreeCache
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.report_transport import Report
-from impress_sglang.plugin.served_cache import ServedCache
-from impress_sglang.serving import sights
+from impress_sglang.serving import prefix_frequency
 from impress_sglang.serving.ranks import ALONE, Ranks
 from impress_sglang.serving.service import Service
 from impress_sglang.storage.layout import KVShape
@@ -111,7 +111,7 @@ class TreeWorld:
     """One tree cache with its store, and requests on their way."""
 
     service_class: type[Service] = Service
-    cache_class: type[ServedCache] = ServedCache
+    cache_class: type[ImpressTreeCache] = ImpressTreeCache
     shape = SHAPE
     window: int | None = None
     components: tuple[Any, ...] = (ComponentType.FULL,)
@@ -153,8 +153,8 @@ class TreeWorld:
         rest = torch.device("cpu"), tiny_model.HIDDEN, plain_codec(shape)
         self.service: Any = self.service_class(self.config, shape, IDENTITY, *rest)
         # Which windows of a text stand for it depends on this key.
-        self.service.counts = sights.new_memory()
-        self.service.counts[: sights._SEED] = 1
+        self.service.counts = prefix_frequency.new_memory()
+        self.service.counts[: prefix_frequency._SEED] = 1
         self.cache: Any = self.cache_class(
             params, self.service, self.model, layers, None, self.read_identity, ranks
         )

@@ -15,7 +15,7 @@ import psutil
 
 from bench.core.servers import BAD_WORDS, TROUBLE
 from bench.core.session import BenchFailed
-from tests.damage import put_back, take_away
+from tests.damage import retract, take_away
 from tests.fault_control import FAULTS, FaultControl
 from tests.serving.clients import ENDED_IN_PASS, PART, Client
 from tests.serving.harness import (
@@ -307,7 +307,7 @@ class Life:
         if name == AWAY:
             take_away(self._lives.store)
             time.sleep(seconds)
-            put_back(self._lives.store)
+            retract(self._lives.store)
             # Until the next start nobody knows the files that the server had given up.
             self._disk_lied = True
             self._world.count(f"fault {AWAY}")

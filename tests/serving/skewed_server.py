@@ -24,9 +24,9 @@ from fastapi import Body
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from impress_sglang.plugin.admin import VERBS
-from impress_sglang.plugin.known import as_tokens, namespace_of
+from impress_sglang.plugin.impress_tree_cache import ImpressTreeCache
+from impress_sglang.plugin.request_tracker import as_tokens, namespace_of
 from impress_sglang.plugin.routes import send
-from impress_sglang.plugin.served_cache import ServedCache
 from impress_sglang.serving.load_jobs import LoadJob
 from impress_sglang.serving.ranks import Agreement
 from impress_sglang.storage.files import installed
@@ -35,7 +35,7 @@ from impress_sglang.store.stored import StoredMatch
 from tests.faults import FaultyFileSystem
 
 _open, _match, _agree = LoadJob.open, PrefixStore.match, Agreement.agree
-_poll = ServedCache.check_hicache_events
+_poll = ImpressTreeCache.check_hicache_events
 _cost = Counter[str]()
 _idle = hashlib.sha256()
 
@@ -71,7 +71,7 @@ def _agree_counted(agreement: Agreement, *votes: Any) -> Any:
         _cost["vote_wall_ns"] += time.perf_counter_ns() - wall
 
 
-def _poll_counted(tree: ServedCache) -> None:
+def _poll_counted(tree: ImpressTreeCache) -> None:
     _cost["passes"] += 1
     _idle.update(bytes([tree.loads.jobs._pool.is_idle()]))
     _cost["ns"] = time.thread_time_ns()
@@ -79,7 +79,7 @@ def _poll_counted(tree: ServedCache) -> None:
     _poll(tree)
 
 
-def _tell(tree: ServedCache, asked: Any) -> list[Any]:
+def _tell(tree: ImpressTreeCache, asked: Any) -> list[Any]:
     nodes, waiting = [], [tree.root_node]
     for node in waiting:
         waiting += node.children.values()
@@ -108,7 +108,7 @@ def _add_routes(*_: Any, **__: Any) -> None:
 LoadJob.open = _open_skewed  # type: ignore[method-assign]
 PrefixStore.match = _match_skewed  # type: ignore[method-assign, assignment]
 Agreement.agree = _agree_counted  # type: ignore[method-assign, assignment]
-ServedCache.check_hicache_events = _poll_counted  # type: ignore[method-assign]
+ImpressTreeCache.check_hicache_events = _poll_counted  # type: ignore[method-assign]
 VERBS["tests_ranks"] = _tell
 HookRegistry.register(
     "sglang.srt.entrypoints.http_server._setup_and_run_http_server", _add_routes, HookType.BEFORE

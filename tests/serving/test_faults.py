@@ -208,6 +208,6 @@ def test_a_directory_that_goes_and_comes_back(bench: Bench) -> None:
         bench.server.generate(bench.new_prompt(), 1)
     bench.until(lambda totals: totals["health"]["state"] != "ok")
     bench.store.unlink()
-    damage.put_back(bench.store)
+    damage.retract(bench.store)
     bench.recover()
     assert bench.ask(prompt)["path"] == "ssd"

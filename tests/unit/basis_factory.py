@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.codes.coding import Rows
-from impress_sglang.codes.rotation import KeyRotation, Turns
+from impress_sglang.codes.rotation import KeyRotation, RotationFactors
 from impress_sglang.codes.rows.basis import RATES, Basis, LayerBasis
 from impress_sglang.codes.rows.coder import GAIN_TABLE, kvs_of, product_matrix, product_of
 from impress_sglang.codes.rows.fit import Fit, Metric, Moments
@@ -126,7 +126,7 @@ class Rotated:
     """A rotation, and how it turns keys of some tokens from position 0."""
 
     rotation: KeyRotation
-    turns: Turns
+    turns: RotationFactors
 
 
 def random_turns(rotated: int, tokens: int, *, halves: bool = True) -> Rotated:

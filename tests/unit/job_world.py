@@ -185,7 +185,7 @@ class StepLoader:
 
 
 class Pool:
-    """`plugin.slot_pool.TreeSlots` on a tree; the rest of SGLang says what it needs."""
+    """`plugin.job_slots.JobSlots` on a tree; the rest of SGLang says what it needs."""
 
     windows = False
 
@@ -197,7 +197,7 @@ class Pool:
         self.prompts: dict[str, Path] = {}
         self.new_tokens: dict[str, int] = {}
         """By request: how many it may generate, 0 unless said."""
-        self.put_back: Callable[[LoadJob], None] = lambda job: None
+        self.retract: Callable[[LoadJob], None] = lambda job: None
 
     def room(self) -> int:
         return len(self.tree.free) + self.tree.evictable - self.promised
@@ -235,7 +235,7 @@ class Pool:
         job.slots = job.target = torch.tensor(slots, dtype=torch.int64)
         return True
 
-    def give_back(self, job: LoadJob) -> None:
+    def free(self, job: LoadJob) -> None:
         slots, job.slots = job.slots, None
         assert slots is not None
         assert job.revoked or job.state is not JobState.LOADED
@@ -253,14 +253,14 @@ class Pool:
 
     def discard(self, job: LoadJob) -> None:
         assert job.early
-        self.put_back(job)
+        self.retract(job)
         self.tree.unlock(job.hold)
         top = tuple(job.tokens[: job.start + 1].tolist())
         for path in sorted(self.tree.nodes, key=len, reverse=True):
             if path[: len(top)] == top:
                 self.tree.remove(path)
 
-    def hold_for(self, waiter: Waiter) -> Hold:
+    def lock_for(self, waiter: Waiter) -> Hold:
         return self.tree.lock(self.tree.match(self.prompts[waiter.rid][:-1]))
 
     def release(self, hold: Any) -> None:
@@ -329,7 +329,7 @@ class Request:
     slots: list[int] = dataclasses.field(default_factory=list)
     planned: bool = False
     loaded_stop: int = 0
-    not_before: int = 0
+    retry_poll: int = 0
 
     @property
     def tokens(self) -> Path:

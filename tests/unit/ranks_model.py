@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from impress_sglang.serving.job_queue import JobQueue
 from impress_sglang.serving.load_jobs import LoadJob
-from impress_sglang.serving.ranks import Agreement, Ranks, Wish
+from impress_sglang.serving.ranks import Agreement, LoadProposal, Ranks
 from tests.unit.job_world import Hold, Path, Request, new_job
 from tests.unit.sglang_model import LEAST, MOST_TRIES, SGLangModel
 
@@ -86,7 +86,7 @@ class Plan:
     """What a rank would do for a request, as often as it is planned."""
 
     rid: str
-    wish: Wish
+    wish: LoadProposal
 
 
 class RankModel(SGLangModel):
@@ -102,7 +102,7 @@ class RankModel(SGLangModel):
         self.saves: list[Save] = []
         return super().make_jobs(self.agreement.now)
 
-    # What the tree cache does, as `plugin.prefix_loads` and `plugin.write_back` do.
+    # What the tree cache does, as `plugin.prefix_loads` and `plugin.prefix_saves` do.
 
     def plan(self, request: Request) -> None:
         request.planned = True
@@ -111,7 +111,7 @@ class RankModel(SGLangModel):
             return
         stop, patience = self._stored(request.tokens[:-1]), self.rng.choice([None, 0.0, 3.0])
         loads = self.rng.random() < 0.9
-        wish = Wish(stop, loads, patience) if stop else Wish()
+        wish = LoadProposal(stop, loads, patience) if stop else LoadProposal()
         self.planned[request.rid] = Plan(request.rid, wish)
 
     def drop_all(self) -> None:
@@ -140,7 +140,7 @@ class RankModel(SGLangModel):
                 self._begin(self.requests[plan.rid], wish)
         return agreed.ended
 
-    def _begin(self, request: Request, wish: Wish) -> None:
+    def _begin(self, request: Request, wish: LoadProposal) -> None:
         resident = len(self.tree.match(request.tokens[:-1]))
         if wish.stop - resident < LEAST or not wish.loads:
             return

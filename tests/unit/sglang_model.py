@@ -35,12 +35,12 @@ STEP_SECONDS = 0.25
 
 
 class ModelPool(Pool):
-    """`plugin.slot_pool.TreeSlots` of a model of SGLang."""
+    """`plugin.job_slots.JobSlots` of a model of SGLang."""
 
     def __init__(self, model: SGLangModel) -> None:
         super().__init__(model.tree)
         self.model = model
-        self.put_back = model.put_back
+        self.retract = model.retract
 
     def room(self) -> int:
         return self.model.available - self.model.promised(self.model.ratio)
@@ -50,9 +50,9 @@ class ModelPool(Pool):
         self.prompts[waiter.rid], self.new_tokens[waiter.rid] = request.tokens, request.left
         return super().need(waiter, counted)
 
-    def hold_for(self, waiter: Waiter) -> Hold:
+    def lock_for(self, waiter: Waiter) -> Hold:
         self.prompts[waiter.rid] = self.model.requests[waiter.rid].tokens
-        return super().hold_for(waiter)
+        return super().lock_for(waiter)
 
     def is_idle(self) -> bool:
         return not any(request.admitted for request in self.model.requests.values())
@@ -331,7 +331,7 @@ class SGLangModel:
     def _may_start(self, request: Request) -> bool:
         if request.waiter.job is None and (not request.planned or self._has_lost(request)):
             self.plan(request)
-        if self.polls < request.not_before or self._is_blocked(request):
+        if self.polls < request.retry_poll or self._is_blocked(request):
             return False
         return not self.jobs.waits(request.waiter) or self._starts_early(request)
 
@@ -397,9 +397,9 @@ class SGLangModel:
     def _users_of(self, job: LoadJob) -> list[Request]:
         return [r for r in self.requests.values() if r.admitted and self._shares(r, job)]
 
-    def put_back(self, job: LoadJob) -> None:
+    def retract(self, job: LoadJob) -> None:
         for request in self._users_of(job):
-            request.not_before = self.polls + 2
+            request.retry_poll = self.polls + 2
             self._requeue(request)
 
     # What always holds.

@@ -26,7 +26,7 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Priority, SegmentInfo
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
-from impress_sglang.store.health import Suspect, Verdict, Work
+from impress_sglang.store.health import DiskTask, Suspect, Verdict
 from impress_sglang.store.stored import SegmentState, StoredSegment
 from impress_sglang.store.writing import Offer, StoreOutcome
 from tests.faults import FaultyFileSystem
@@ -138,8 +138,8 @@ class StoreHistory(RuleBasedStateMachine):
         self.waiting: list[PartSource] = []
         self.learn_names()
 
-    def hold_look(self, task: Work | Suspect) -> Future[Any]:
-        if isinstance(task, Work):
+    def hold_look(self, task: DiskTask | Suspect) -> Future[Any]:
+        if isinstance(task, DiskTask):
             return self.begin_task(task)
         look: Future[Verdict] = Future()
         self.looks.append((task.segment.info, look))

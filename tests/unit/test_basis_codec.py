@@ -13,8 +13,8 @@ from impress_sglang.codes.rows.basis import Basis
 from impress_sglang.codes.rows.coder import (
     GAIN_TABLE,
     encode_layer,
-    fit_of,
     kvs_of,
+    misfit_of,
 )
 from impress_sglang.codes.rows.fit import SINK_TOKENS, Moments
 from impress_sglang.codes.rows.row import GAINS, LEVELS
@@ -127,7 +127,7 @@ def test_what_never_varies_gets_no_bits(weights: list[list[Tensor]] | None, rate
         bool(array.isfinite().all()) for layer in basis.layers for array in layer.arrays().values()
     )
     rows, restored = coded(basis, still(8))
-    assert all(fit_of(basis, layer, coded_rows) < 1.5 for layer, coded_rows in enumerate(rows))
+    assert all(misfit_of(basis, layer, coded_rows) < 1.5 for layer, coded_rows in enumerate(rows))
     for found, exact in zip(restored, still(8), strict=True):
         assert (joined(found) - joined(exact))[:, :3].abs().max() < 0.1
 
@@ -166,7 +166,7 @@ def test_each_code_is_the_nearest_level(basis: Basis) -> None:
 def test_fit_tells_what_is_unlike_the_calibration(basis: Basis) -> None:
     for factor, low, high in ((1.0, 0.7, 1.3), (10.0, 30.0, 300.0)):
         strange = [[kvs.mean(0) + factor * (kvs - kvs.mean(0)) for kvs in prompt(80, 5)[0]]]
-        found = fit_of(basis, 0, encode_layer(basis, 0, None, strange[0])[0])
+        found = misfit_of(basis, 0, encode_layer(basis, 0, None, strange[0])[0])
         assert low < found < high
 
 

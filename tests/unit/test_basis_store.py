@@ -24,7 +24,7 @@ from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.segment import read_header
 from impress_sglang.storage.writer import LayerReader
 from impress_sglang.store.writing import StoreOutcome
-from impress_sglang.transfer.basis_codec import WORST_FIT, BasisCodec, shape_by
+from impress_sglang.transfer.basis_codec import MAX_MISFIT, BasisCodec, shape_by
 from impress_sglang.transfer.sources import Piece
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
@@ -168,7 +168,7 @@ def test_what_is_unlike_the_calibration_is_loaded_exactly(make: Make, layer: int
     offer(desk, FIRST, read_layers=louder(6.0, layer))
     (path,) = desk.bench.root.rglob("*.kv")
     fits = read_header(path, FileSystem()).fits
-    assert fits.argmax() == layer and fits[layer] > WORST_FIT
+    assert fits.argmax() == layer and fits[layer] > MAX_MISFIT
     assert (np.delete(fits, [layer, min(layer + 1, 2)]) < 1.5).all()
     job = load(desk, FIRST)
     kvs, right = rows_of(desk, job)[layer], exact(FIRST)[layer]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from impress_sglang.blend.job import BlendJob, Kind
+from impress_sglang.blend.job import BlendJob, TokenKind
 from impress_sglang.blend.planner import MEASURE_SECONDS, SHARES
 from impress_sglang.codes.groups.codec import code_keys, code_values
 from impress_sglang.codes.rows.fit import SINK_TOKENS
@@ -365,8 +365,8 @@ def test_it_begins_where_its_prefix_ends(bench: Workbench, start: int) -> None:
     plan.begin_at(start)
     assert len(plan.kinds) == len(plan) == stop - start
     # 200 tokens are stored as its prefix; the match was not used for three more.
-    before = np.full(203, Kind.COMPUTED, np.uint8)
+    before = np.full(203, TokenKind.COMPUTED, np.uint8)
     assert (plan.kinds == np.concatenate([before, kinds])[start:]).all()
     assert all(start <= run.start < run.stop <= stop for run in plan.runs)
     covered = sum(map(len, plan.runs))
-    assert covered == np.count_nonzero(plan.kinds != Kind.COMPUTED)
+    assert covered == np.count_nonzero(plan.kinds != TokenKind.COMPUTED)

@@ -22,10 +22,10 @@ from impress_sglang.storage.directory import segment_files
 from impress_sglang.store import bucket as bucket_module
 from impress_sglang.store import bucket_peer as peer_module
 from impress_sglang.store import disk as disk_module
-from impress_sglang.store import places as places_module
 from impress_sglang.store import store as store_module
+from impress_sglang.store import unattached as places_module
 from impress_sglang.store.bucket import Bucket
-from impress_sglang.store.losses import Cause
+from impress_sglang.store.miss_log import MissCause
 from impress_sglang.store.writing import StoreOutcome
 from impress_sglang.threads import BackgroundThread
 from tests.unit.kv_factory import IDENTITY
@@ -199,7 +199,7 @@ def test_the_same_is_there_once_and_stands_for_what_is_evicted(
     for store in (first, second):
         until_listed(store, 1)
         (segment,) = store.tree.segments()
-        store.writes.discard([segment], Cause.EVICTED)
+        store.writes.discard([segment], MissCause.EVICTED)
         until_found(store, prompt(1))
         assert store.summary()["used_bytes"] == 0
         check_rows(store, prompt(1))
@@ -213,7 +213,7 @@ def test_what_is_elsewhere_now_was_not_used(world: World, bucket: Faults) -> Non
     peer = first._disk.bucket
     until(first, lambda: len(peer._known) == 3 and not peer._news)
     oldest = next(iter(first.tree.order))
-    first.writes.discard([oldest], Cause.EVICTED)
+    first.writes.discard([oldest], MissCause.EVICTED)
     until_found(first, prompt(1, 40))
     far, above, other = first.tree.order
     assert far.home and (above.info.num_tokens, other.info.num_tokens) == (13, 8)

@@ -13,7 +13,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from impress_sglang.cli import DONE, REFUSED, Refused
+from impress_sglang.cli import DONE, REFUSED, CommandError
 from impress_sglang.cli.calibrate import Prompts, calibrated
 from impress_sglang.cli.main import main
 from impress_sglang.codes.rows.basis import RATES, Basis
@@ -115,19 +115,19 @@ def test_ranks_are_as_good_in_more_bits() -> None:
         assert 0.7 * one < two < 1.4 * one
         assert all(rate + 0.3 < basis.keeping(keeps).rate < rate + 1.0 for basis in split)
     for size in (3, 0, -2):
-        with pytest.raises(Refused, match=f"{size} ranks cannot share 2"):
+        with pytest.raises(CommandError, match=f"{size} ranks cannot share 2"):
             calibrated(Prompts(make_model()), texts, [size])
 
 
 def test_models_that_are_not_understood_are_refused() -> None:
     sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2}
     plain = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
-    with pytest.raises(Refused, match="no rotary"):
+    with pytest.raises(CommandError, match="no rotary"):
         Prompts(plain)
     # It pairs neighbours.
-    with pytest.raises(Refused, match="unknown way"):
+    with pytest.raises(CommandError, match="unknown way"):
         Prompts(make_model("Cohere")).gradients(ids(40, 1))
-    with pytest.raises(Refused, match="short"):
+    with pytest.raises(CommandError, match="short"):
         calibrated(Prompts(make_model()), {"long": ids(128, 1), "short": ids(127, 1)})
 
 

@@ -159,18 +159,18 @@ WHOLE = [policy for policy in POLICIES if policy not in PART_POLICIES]
 PARTS = [(policy, share) for policy in PART_POLICIES for share in SHARES]
 # Options, what follows from them, and its value.
 FOLLOWS: tuple[tuple[dict[str, Any], str, object], ...] = (
-    *(({"retention": share}, "usual_retention", float(share)) for share in (0.05, 0.3, 1)),
+    *(({"retention": share}, "default_retention", float(share)) for share in (0.05, 0.3, 1)),
     # `auto` is never less than its floor, and than what is allowed.
     *(
-        ({"retention": AUTO, "min_retention": floor}, "usual_retention", AUTO_FLOOR)
+        ({"retention": AUTO, "min_retention": floor}, "default_retention", AUTO_FLOOR)
         for floor in (0, 0.05)
     ),
-    ({"retention": AUTO, "min_retention": 0.6}, "usual_retention", 0.6),
-    *(({"bits": bits}, "usual_bits", float(bits)) for bits in (5, 6, 6.0)),
+    ({"retention": AUTO, "min_retention": 0.6}, "default_retention", 0.6),
+    *(({"bits": bits}, "default_bits", float(bits)) for bits in (5, 6, 6.0)),
     *(({"bits": bits}, "code_bits", 6.0) for bits in (6, EXACTLY, AUTO)),
     ({"bits": 5}, "code_bits", 5.0),
-    ({"bits": EXACTLY}, "usual_bits", EXACT_BITS),
-    ({"bits": AUTO}, "usual_bits", USUAL_BITS),
+    ({"bits": EXACTLY}, "default_bits", EXACT_BITS),
+    ({"bits": AUTO}, "default_bits", USUAL_BITS),
     ({"bits": EXACTLY, "blend": 0.15}, "code_bits", 6.0),
     *(({"policy": policy, "retention": share}, "needs_parts", True) for policy, share in PARTS),
     *(({"policy": policy}, "needs_parts", False) for policy in WHOLE),

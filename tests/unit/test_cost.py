@@ -19,7 +19,7 @@ from impress_sglang.cost import (
     Estimator,
     ReadCost,
     RequestLengths,
-    most_of,
+    best_within_tolerance,
     pairs_of,
 )
 from impress_sglang.paper.service import LoadCosts
@@ -350,7 +350,9 @@ def test_auto_takes_the_most_bits_that_take_hardly_longer(
 ) -> None:
     """A pass of 1.4 s, whether or not it is known what computing all would take."""
     choices = (EXACT_BITS, 8.0, 6.0)
-    assert choices[most_of([Estimate(1.0, io, 1.4, 9.0, known) for io in ios])] == bits
+    assert (
+        choices[best_within_tolerance([Estimate(1.0, io, 1.4, 9.0, known) for io in ios])] == bits
+    )
 
 
 def test_a_pass_begins_early_if_it_hides_the_rest_and_computing_wins_if_it_is_faster() -> None:
@@ -358,11 +360,11 @@ def test_a_pass_begins_early_if_it_hides_the_rest_and_computing_wins_if_it_is_fa
     estimator = taught(machine)
     pass_seconds, all_of_it = machine.forward(3000, 20), machine.forward(0, 3000)
 
-    late = estimator.late_seconds(0.8 * pass_seconds, 3000, 20)
+    late = estimator.max_layer_wait(0.8 * pass_seconds, 3000, 20)
     assert late == pytest.approx(MOST_LATE * pass_seconds, rel=0.1)
-    assert estimator.late_seconds(1.2 * pass_seconds, 3000, 20) is None
+    assert estimator.max_layer_wait(1.2 * pass_seconds, 3000, 20) is None
     assert estimator.faster_seconds(0.8 * all_of_it, 0, 3000) is None
     faster = estimator.faster_seconds(1.2 * all_of_it, 0, 3000)
     assert faster == pytest.approx(all_of_it, rel=0.1)
     unknown = Estimator(HIDDEN_SIZE)
-    assert unknown.faster_seconds(9.0, 0, 3000) is unknown.late_seconds(9.0, 3000, 20) is None
+    assert unknown.faster_seconds(9.0, 0, 3000) is unknown.max_layer_wait(9.0, 3000, 20) is None

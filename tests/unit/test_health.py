@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from impress_sglang.store.health import Health, Suspect, Verdict, Work
+from impress_sglang.store.health import DiskTask, Health, Suspect, Verdict
 from tests.unit.kv_factory import stored_segment
 from tests.unit.waiting import Clock
 
@@ -40,13 +40,13 @@ class World:
             self.clock.now += float(step)
         self.due = [name for task in self.health.due() for name in self.begun(task)]
 
-    def begun(self, task: Work | Suspect) -> list[str]:
+    def begun(self, task: DiskTask | Suspect) -> list[str]:
         if isinstance(task, Suspect):
             self.suspect = task
             return ["look"]
-        if task is Work.MEASURE and self.measures:
+        if task is DiskTask.MEASURE and self.measures:
             self.health.measured(7)
-        return [] if task is Work.MEASURE else ["probe"]
+        return [] if task is DiskTask.MEASURE else ["probe"]
 
 
 STEPS: dict[str, Callable[[World], object]] = {

@@ -13,14 +13,14 @@ import pytest
 
 from impress_sglang.storage.segment import STATE_TOKEN, Priority
 from impress_sglang.store import disk as disk_module
-from impress_sglang.store import places
 from impress_sglang.store import tree as tree_module
+from impress_sglang.store import unattached
 from impress_sglang.store.eviction_order import EvictionOrder
 from impress_sglang.store.lookahead import LookAhead
-from impress_sglang.store.places import Places
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState, StoredSegment
 from impress_sglang.store.tree import StoredTree
+from impress_sglang.store.unattached import UnattachedSegments
 from impress_sglang.store.writing import StoreOutcome
 from impress_sglang.tiers.placement import Placement
 from tests.unit import store_factory
@@ -62,7 +62,7 @@ def conversations(count: int) -> tuple[list[StoredSegment], dict[str, str]]:
 @pytest.fixture
 def digests(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """Each time that tokens were digested."""
-    return calls_of(monkeypatch, places, "extended")
+    return calls_of(monkeypatch, unattached, "extended")
 
 
 def test_a_start_without_the_index_looks_at_each_token_a_few_times(digests: list[Call]) -> None:
@@ -70,7 +70,7 @@ def test_a_start_without_the_index_looks_at_each_token_a_few_times(digests: list
     segments, parents = conversations(200)
     tree = StoredTree()
 
-    assert Places(tree).restore(segments) == ([], [])
+    assert UnattachedSegments(tree).restore(segments) == ([], [])
 
     check_tree(tree)
     assert {s.segment_id: s.parent.segment_id for s in segments if s.parent is not None} == {
@@ -87,9 +87,9 @@ def test_a_chain_without_its_head_is_walked_once(monkeypatch: pytest.MonkeyPatch
         segments.append(stored_segment(f"{turn:02}", [turn, turn + 1], prefix))
         segments[-1].above = f"{turn - 1:02}"
         prefix = [*prefix, turn, turn + 1]
-    walks = calls_of(monkeypatch, Places, "_tokens_before")
+    walks = calls_of(monkeypatch, UnattachedSegments, "_tokens_before")
 
-    assert Places(StoredTree()).restore(segments) == ([], segments)
+    assert UnattachedSegments(StoredTree()).restore(segments) == ([], segments)
 
     assert len(walks) == 1
 
@@ -103,7 +103,7 @@ def test_a_wrong_parent_in_the_index_costs_nothing(wrong: str) -> None:
     for segment in segments:
         segment.above = wrong if segment.segment_id in names else parents[segment.segment_id]
 
-    assert Places(tree).restore(segments) == ([], [])
+    assert UnattachedSegments(tree).restore(segments) == ([], [])
 
     check_tree(tree)
     assert tree.get("00002-2").parent is tree.get("00002-1")  # type: ignore[union-attr]
@@ -116,7 +116,7 @@ def test_the_order_of_use_is_that_of_before() -> None:
         segment.last_access = last_access
 
     tree = StoredTree()
-    assert Places(tree).restore(segments) == ([], [])
+    assert UnattachedSegments(tree).restore(segments) == ([], [])
 
     check_tree(tree)
     names = [segment.segment_id for segment in tree.order]

@@ -150,9 +150,9 @@ def test_there_is_no_import_cycle() -> None:
 MOST_LINES = 450
 MOST_PUBLIC_METHODS = 15
 # What is larger today. Nothing may be added here; who makes one of them smaller takes it out.
-# `ServedCache` and `ImpressStorage` override methods of SGLang's classes.
-WIDE_CLASSES = {"OpenSegments", "KVShape", "FileSystem", "SegmentLayout", "StoredTree"} | {
-    "ServedCache",
+# `ImpressTreeCache` and `ImpressStorage` override methods of SGLang's classes.
+WIDE_CLASSES = {"SegmentReaders", "KVShape", "FileSystem", "SegmentLayout", "StoredTree"} | {
+    "ImpressTreeCache",
     "ImpressStorage",
 }
 

@@ -15,11 +15,11 @@ from impress_sglang.storage import directory as directory_module
 from impress_sglang.storage.directory import LOCK, take_free
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.store import peers as peers_module
-from impress_sglang.store import places as places_module
 from impress_sglang.store import quota as quota_module
 from impress_sglang.store import store as store_module
+from impress_sglang.store import unattached as places_module
 from impress_sglang.store.journal import encode
-from impress_sglang.store.losses import Cause
+from impress_sglang.store.miss_log import MissCause
 from impress_sglang.store.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit.kv_factory import IDENTITY, as_tokens, flip_byte
@@ -193,7 +193,7 @@ def test_what_it_builds_on_may_be_there_by_another_name(bench: Workbench, two: T
     third._disk.peers.close(10)
     bench.put(second, prompt(1, 40))
     (span,) = look_up(first, prompt(1, 13)).spans
-    first.writes.discard([span.segment], Cause.DAMAGED)
+    first.writes.discard([span.segment], MissCause.DAMAGED)
     bench.put(first, prompt(1, 13))
     third._disk.peers.look()
     until_stored(third, prompt(1, 40))

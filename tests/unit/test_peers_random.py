@@ -22,10 +22,10 @@ from impress_sglang.paper.store import PartStore
 from impress_sglang.storage.segment import Priority
 from impress_sglang.store import journal as journal_module
 from impress_sglang.store import peers as peers_module
-from impress_sglang.store import places as places_module
 from impress_sglang.store import quota as quota_module
+from impress_sglang.store import unattached as places_module
 from impress_sglang.store import writing as writing_module
-from impress_sglang.store.losses import Cause
+from impress_sglang.store.miss_log import MissCause
 from impress_sglang.store.stored import StoredMatch
 from impress_sglang.store.writing import StoreOutcome
 from tests.unit import test_peers
@@ -287,7 +287,7 @@ def test_a_journal_that_is_made_anew_says_the_same(
     bench.put_all(first, 1, 2, 3)
     hear(second)
     before = {segment.segment_id: segment for segment in second.tree.segments()}
-    first.writes.discard([look_up(first, prompt(2)).spans[0].segment], Cause.EVICTED)
+    first.writes.discard([look_up(first, prompt(2)).spans[0].segment], MissCause.EVICTED)
     write_anew(first)
     if in_parts:
         path = folder_of(first) / "journal"
@@ -311,7 +311,7 @@ def test_a_poll_takes_no_more_news_than_it_has_time_for(
     second._disk.peers.look()
     heard, hear_one = [], second._hear
 
-    def slow(news: peers_module.News) -> None:
+    def slow(news: peers_module.PeerEvent) -> None:
         heard.append(news)
         time.sleep(0.002)
         hear_one(news)

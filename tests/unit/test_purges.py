@@ -12,7 +12,7 @@ import pytest
 
 from impress_sglang.storage.directory import PINS
 from impress_sglang.store import orders as orders_module
-from impress_sglang.store.losses import Cause, Loss, Losses
+from impress_sglang.store.miss_log import MissCause, MissLog, MissRecord
 from impress_sglang.store.orders import MOST_JOBS, MultiStepJobs, Purge
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.store.store import PrefixStore
@@ -196,7 +196,7 @@ def test_what_is_too_old_is_removed_used_or_not(bench: Workbench) -> None:
     assert length(store, prompt(2)) == 0
     assert (store.stats.segments_expired, store.stats.segments_evicted) == (3, 0)
     long = as_tokens([*prompt(1), *range(60)])
-    assert store.losses.find(store.namespace(""), long, 0) is None, "it had not a whole block"
+    assert store.miss_log.find(store.namespace(""), long, 0) is None, "it had not a whole block"
 
 
 def test_what_cannot_be_asked_for_its_age_is_too_old(bench: Workbench) -> None:
@@ -314,11 +314,13 @@ ASKED = {
 @pytest.mark.parametrize("asked", ASKED)
 def test_a_loss_is_found_by_who_has_the_same_tokens(asked: str) -> None:
     clock = Clock()
-    losses = Losses(clock=clock)
-    losses.note_tokens("a", tokens(1), Cause.EVICTED)
+    miss_log = MissLog(clock=clock)
+    miss_log.note_tokens("a", tokens(1), MissCause.EVICTED)
     clock.now += 5
     *question, count = ASKED[asked]
-    assert losses.find(*question) == (Loss(Cause.EVICTED, count, 5.0) if count else None)
+    assert miss_log.find(*question) == (
+        MissRecord(MissCause.EVICTED, count, 5.0) if count else None
+    )
 
 
 def test_what_the_store_removes_is_noted(bench: Workbench, store: PrefixStore) -> None:
@@ -334,6 +336,6 @@ def test_what_the_store_removes_is_noted(bench: Workbench, store: PrefixStore) -
     lose(bench, store, lost.segment_id)
 
     name = store.namespace("salt")
-    found = store.losses.find(name, as_tokens(second), LENGTH)
-    assert found is not None and (found.cause, found.num_tokens) == (Cause.DAMAGED, LENGTH)
-    assert store.losses.find(store.namespace(""), as_tokens(second), LENGTH) is None
+    found = store.miss_log.find(name, as_tokens(second), LENGTH)
+    assert found is not None and (found.cause, found.num_tokens) == (MissCause.DAMAGED, LENGTH)
+    assert store.miss_log.find(store.namespace(""), as_tokens(second), LENGTH) is None

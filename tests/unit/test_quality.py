@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from impress_sglang.config import AUTO, AUTO_SHARE, BITS, EXACT_BITS, OFF
-from impress_sglang.serving.kv_class import KVClass, marked, unmarked
+from impress_sglang.serving.kv_class import KVClass, marked, request_extra_key
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.store.policies import LoadOptions
 
@@ -95,7 +95,7 @@ def test_different_arguments_have_different_keys(
 @example("impress-class:5|a", KVClass(), KVClass())
 @example("a|b", KVClass(5.0), KVClass())
 def test_the_key_of_a_request_comes_back(key: str | None, kind: KVClass, usual: KVClass) -> None:
-    assert unmarked(marked(key, kind, usual)) == key
+    assert request_extra_key(marked(key, kind, usual)) == key
 
 
 def test_the_class_of_a_request() -> None:

@@ -24,7 +24,7 @@ LOCAL = {
 
 # Modules of which nothing reaches slots, tree or queue but by the functions below.
 OUTSIDE = {
-    "plugin.late_start": "never with several ranks: its passes might fail on one",
+    "plugin.early_admission": "never with several ranks: its passes might fail on one",
     "plugin.self_test": "before the first request",
     "serving.load_jobs": "the loader's thread: all ranks vote on the end of its jobs",
     "serving.metrics": "only tells",
@@ -53,24 +53,24 @@ READERS: dict[str, tuple[str, ...]] = {
         "plugin.prefix_loads.PrefixLoads._note_end",
     ),
     "it decides what this rank writes; locks are the same on all, until none writes": (
-        "plugin.write_back.WriteBack._may_store",
-        "plugin.write_back.WriteBack._offer",
-        "plugin.write_back.WriteBack._reusable_tokens",
-        "plugin.write_back.WriteBack.expect",
-        "plugin.write_back.WriteBack.sight",
+        "plugin.prefix_saves.PrefixSaves._may_store",
+        "plugin.prefix_saves.PrefixSaves._offer",
+        "plugin.prefix_saves.PrefixSaves._reusable_tokens",
+        "plugin.prefix_saves.PrefixSaves.expect",
+        "plugin.prefix_saves.PrefixSaves.count_prompt",
         "serving.pool_reader.PoolLayerReader.__call__",
-        "serving.sights.new_memory",
-        "serving.sights.shared_memory",
+        "serving.prefix_frequency.new_memory",
+        "serving.prefix_frequency.shared_memory",
     ),
     "it waits, and then all ranks are alike": (
         "plugin.prefix_loads.PrefixLoads.end_pass",
-        "plugin.write_back.WriteBack.abandon",
-        "plugin.write_back.WriteBack.finish",
+        "plugin.prefix_saves.PrefixSaves.abandon",
+        "plugin.prefix_saves.PrefixSaves.finish",
         "serving.job_queue.JobQueue.wait_for_loader",
     ),
     "ranks agree before or after it, within the message": (
-        "plugin.served_cache.ServedCache._check_steps",
-        "plugin.served_cache.ServedCache._go_on",
+        "plugin.impress_tree_cache.ImpressTreeCache._check_steps",
+        "plugin.impress_tree_cache.ImpressTreeCache._go_on",
         "plugin.admin._store",
         "plugin.weights.WeightWatch._suspend",
         "plugin.weights.WeightWatch.begin",
@@ -80,7 +80,7 @@ READERS: dict[str, tuple[str, ...]] = {
         "plugin.admin._overview",
         "plugin.admin._row",
         "plugin.prefix_loads.PrefixLoads._after_job",
-        "plugin.known.KnownRequests.count",
+        "plugin.request_tracker.RequestTracker.count",
     ),
     "it never happens with several ranks": (
         "plugin.prefix_loads.PrefixLoads._serving",

@@ -16,7 +16,7 @@ import pytest
 from impress_sglang.config import ImpressConfig, share_of_rank
 from impress_sglang.serving import job_queue
 from impress_sglang.serving.load_jobs import JobState, LoadJob
-from impress_sglang.serving.ranks import Agreement, Ranks, Wish
+from impress_sglang.serving.ranks import Agreement, LoadProposal, Ranks
 from impress_sglang.storage.directory import identity_in, same_model
 from impress_sglang.store.identity import rank_identity
 from tests.unit.job_world import new_job
@@ -144,15 +144,23 @@ def test_rank_0_decides_and_the_least_counts() -> None:
     heard: list[list[int]] = []
     first = agreement(0, heard)
     jobs = [job(JobState.LOADED), job(JobState.LOADED), job()]
-    mine = {"a": Wish(700, loads=True, patience=2.5), "b": Wish(300), "c": Wish(0, patience=0.0)}
+    mine = {
+        "a": LoadProposal(700, loads=True, patience=2.5),
+        "b": LoadProposal(300),
+        "c": LoadProposal(0, patience=0.0),
+    }
     assert first.agree(mine, jobs, [], "xyz") == (mine, jobs[:2], [], "xyz")
     assert first.now() == 5.0
 
     second = agreement(1, heard, now=1.0)
     jobs = [job(JobState.FAILED), job(), job()]
-    theirs = {"a": Wish(600, patience=0.1), "b": Wish(400, loads=True, patience=9.0), "c": Wish()}
+    theirs = {
+        "a": LoadProposal(600, patience=0.1),
+        "b": LoadProposal(400, loads=True, patience=9.0),
+        "c": LoadProposal(),
+    }
     wishes, ended, slow, saves = second.agree(theirs, jobs, jobs[2:], "xy")
-    assert wishes == mine | {"a": Wish(600, loads=True, patience=2.5)}
+    assert wishes == mine | {"a": LoadProposal(600, loads=True, patience=2.5)}
     assert slow == jobs[2:] and saves == "xy" and second.now() == 5.0
     assert ended == jobs[:1]
     assert len(heard[0]) == len(heard[1])

@@ -38,7 +38,7 @@ from impress_sglang.serving.custom_params import (
 from impress_sglang.store.policies import LoadOptions
 
 CONFIG = ImpressConfig()
-USUAL = CONFIG.usual_bits
+USUAL = CONFIG.default_bits
 
 
 NO_NUMBERS = ("x", "0.5", True, False, None, [0.5], {}, 10**400, math.nan)

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from impress_sglang.cli import DONE, REFUSED, UNREACHABLE, shipping
+from impress_sglang.cli import DONE, REFUSED, UNREACHABLE, export_import
 from impress_sglang.cli.directory import check_file
+from impress_sglang.cli.export_import import CONTENTS
 from impress_sglang.cli.main import main
-from impress_sglang.cli.shipping import CONTENTS
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import encode_header, read_header
@@ -232,7 +232,7 @@ def test_what_is_removed_while_it_is_exported(
         path.unlink()
         check_file(path)
 
-    monkeypatch.setattr(shipping, "check_file", open_gone)
+    monkeypatch.setattr(export_import, "check_file", open_gone)
     assert run(capsys, "export", tmp_path / "new", source) == REFUSED
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable, StoreUnavailable
 from impress_sglang.storage.directory import PINS
-from impress_sglang.store.losses import Cause
+from impress_sglang.store.miss_log import MissCause
 from impress_sglang.store.orders import Purge
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState
@@ -207,7 +207,7 @@ def test_a_directory_that_goes_and_comes_back(
     assert length(store, prompt(1, 40)) == 0
     assert bench.offer(store, prompt(3)) is StoreOutcome.UNAVAILABLE
     (purged,) = (segment for segment in store.tree.segments() if segment.info.num_tokens == 8)
-    store.writes.discard([purged], Cause.PURGED)
+    store.writes.discard([purged], MissCause.PURGED)
     stores.until(store, lambda: bool(store.worker.unremoved()))
     assert folder.is_file()
     folder.unlink()

@@ -11,7 +11,7 @@ from torch import Tensor
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
 from impress_sglang.store import disk_worker
-from impress_sglang.store.losses import Cause
+from impress_sglang.store.miss_log import MissCause
 from impress_sglang.store.orders import Purge
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.store.quota import WriteBudget
@@ -78,8 +78,8 @@ def test_what_is_purged_after_it_was_read_gets_no_name(bench: Workbench) -> None
     assert bench.files() == set()
     store.writes.drain()
     assert length(store, tokens) == 0
-    loss = store.losses.find(store.namespace(""), kv.as_tokens(tokens), 0)
-    assert loss is not None and loss.cause is Cause.PURGED
+    loss = store.miss_log.find(store.namespace(""), kv.as_tokens(tokens), 0)
+    assert loss is not None and loss.cause is MissCause.PURGED
     spent = budget - store.summary()["write_budget_left_bytes"]
     assert spent > 0.9 * segment.file_bytes, "the drive took it; a little time has passed"
 

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from impress_sglang.serving.load_planner import LoadPlanner
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.store import tree as tree_module
-from impress_sglang.store.places import Places
 from impress_sglang.store.prefix_hashes import prefix_digest
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
 from impress_sglang.store.tree import StoredTree
+from impress_sglang.store.unattached import UnattachedSegments
 from tests.unit.kv_factory import as_tokens, stored_segment
 from tests.unit.prefix_model import QUALITIES, Known, Path, PrefixModel
 from tests.unit.store_checks import check_tree
@@ -70,7 +70,7 @@ def found(
 def test_time_goes_on_after_a_restart(tree: StoredTree, put: Put) -> None:
     new, old = stored_segment("a", P), stored_segment("b", [9], last_access=7)
 
-    assert Places(tree).restore([new, old]) == ([], [])
+    assert UnattachedSegments(tree).restore([new, old]) == ([], [])
 
     assert new.last_access == 8, "of a file without a row"
     assert old.last_access == 7, "kept from before the restart"
@@ -143,7 +143,7 @@ def test_a_file_that_came_back_takes_no_place_of_what_was_used_later(tree: Store
         stored_segment("m", [50], [*P[:3], 40]),
     )
 
-    assert Places(tree).restore([back, new, below]) == ([], [back])
+    assert UnattachedSegments(tree).restore([back, new, below]) == ([], [back])
     assert found(tree, [*P[:3], 40, 50]) == [("n", 0, 4), ("m", 0, 1)]
 
 

@@ -12,10 +12,10 @@ from impress_sglang.blend.planner import BlendPlanner
 from impress_sglang.blend.plugin.steps import BLOCK_TOKENS, BlendSteps
 from impress_sglang.cost import RequestLengths
 from impress_sglang.plugin.factory import rotation_of
-from impress_sglang.plugin.known import Known, KnownRequests
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.prefix_loads import PrefixLoads
-from impress_sglang.plugin.write_back import WriteBack
+from impress_sglang.plugin.prefix_saves import PrefixSaves
+from impress_sglang.plugin.request_tracker import RequestTracker, TrackedRequest
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from impress_sglang.serving.why import Detail, Reason
 from impress_sglang.storage.segment import Tokens
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 class BlendLoads(PrefixLoads):
     """Load jobs of a server that blends, some of which are blend jobs. Thread: scheduler."""
 
-    def __init__(self, requests: KnownRequests, scheduler: Any) -> None:
+    def __init__(self, requests: RequestTracker, scheduler: Any) -> None:
         """See `PrefixLoads`.
 
         Raises:
@@ -56,7 +56,7 @@ class BlendLoads(PrefixLoads):
             lambda before: service.estimator.computing_seconds(before, chunk),
         )
 
-    def _plan_of(self, tracked: Known, tokens: Tokens, resident: int) -> Any:
+    def _plan_of(self, tracked: TrackedRequest, tokens: Tokens, resident: int) -> Any:
         plain_job = super()._plan_of(tracked, tokens, resident)
         if not tracked.blends:
             return plain_job
@@ -66,7 +66,7 @@ class BlendLoads(PrefixLoads):
         tracked.why_no_blend = None if isinstance(blend, BlendJob) else blend
         return blend if isinstance(blend, BlendJob) else plain_job
 
-    def poll(self, saves: WriteBack) -> None:
+    def poll(self, saves: PrefixSaves) -> None:
         """See `PrefixLoads.poll`; between two passes, one block of a blend is computed."""
         super().poll(saves)
         if self.step():
@@ -93,7 +93,7 @@ class BlendLoads(PrefixLoads):
             computed = job.token_layers / self._service.shape.num_layers
             self._service.estimator.note_blend(work, computed, job.seconds)
 
-    def _decline(self, tracked: Known, job: LoadJob) -> None:
+    def _decline(self, tracked: TrackedRequest, job: LoadJob) -> None:
         if isinstance(job, BlendJob):
             _decline_blend(tracked, job.why or (Reason.NOT_OPENED, ""))
         else:
@@ -136,7 +136,7 @@ class BlendLoads(PrefixLoads):
         return None
 
 
-def _decline_blend(tracked: Known, why: Detail) -> None:
+def _decline_blend(tracked: TrackedRequest, why: Detail) -> None:
     tracked.blends, tracked.why_no_blend = False, tracked.why_no_blend or why
 
 

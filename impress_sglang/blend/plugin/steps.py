@@ -28,7 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from impress_sglang.blend.job import (
     CHECKED_LAYERS,
     BlendJob,
-    Kind,
+    TokenKind,
     computed_again,
     share_of_layer,
 )
@@ -68,7 +68,7 @@ def check_blended(model: Any) -> None:
     rotation_of(model, "--impress-blend")
 
 
-class BlockComputed(Exception):
+class StepComputed(Exception):
     """The KVs of a block are complete: skips the rest of the last layer."""
 
 
@@ -129,7 +129,7 @@ class BlendSteps(AttentionBackend):
     def _next_rows(self, job: BlendJob) -> Indices:
         """Return the positions of the next block's tokens."""
         kinds = job.kinds[job.position - job.start :]
-        computed = kinds != Kind.KEPT if job.share else kinds == Kind.COMPUTED
+        computed = kinds != TokenKind.KEPT if job.share else kinds == TokenKind.COMPUTED
         return job.position + np.flatnonzero(computed)[: self.block_tokens]
 
     def _compute(self, job: BlendJob, rows: Indices) -> float:
@@ -152,7 +152,7 @@ class BlendSteps(AttentionBackend):
         device, start = self._layers(0)[0].device, int(rows[0])
         self._job, self._rows, self._stop = job, rows, int(rows[-1]) + 1
         kinds = job.kinds[start - job.start : self._stop - job.start]
-        self._reused = int(np.count_nonzero(kinds == Kind.REUSED))
+        self._reused = int(np.count_nonzero(kinds == TokenKind.REUSED))
         batch = block_batch(torch.from_numpy(job.tokens[rows]).to(device, torch.int64), start)
         batch.positions = torch.from_numpy(rows).to(device)
         for layer in range(self._num_layers):
@@ -161,7 +161,7 @@ class BlendSteps(AttentionBackend):
                     self._model.forward_split_prefill(
                         batch.input_ids, batch.positions, batch, (layer, layer + 1)
                     )
-            except BlockComputed:
+            except StepComputed:
                 return
             if not self._going_on.any():
                 return
@@ -182,7 +182,7 @@ class BlendSteps(AttentionBackend):
         """Attend in one layer for the computed tokens, [n, Hq * Dv]; zero for dropped tokens.
 
         Raises:
-            BlockComputed: this was the last layer, whose output is not needed.
+            StepComputed: this was the last layer, whose output is not needed.
         """
         if k is None or v is None:
             raise UnsupportedError("this model keeps no new keys outside of the pool")
@@ -196,14 +196,14 @@ class BlendSteps(AttentionBackend):
         going_on = np.ones(len(rows), np.bool_)
         if job.share and index >= CHECKED_LAYERS - 1:
             deviation = _squares(keys - key_pool[slots]) + _squares(values - value_pool[slots])
-            reused = job.kinds[rows - job.start] == Kind.REUSED
+            reused = job.kinds[rows - job.start] == TokenKind.REUSED
             count = round(share_of_layer(job.share, index + 1, self._num_layers) * self._reused)
             going_on = computed_again(reused, deviation.cpu().numpy(), count)
         self._going_on = going_on
         key_pool[slots] = keys.to(key_pool.dtype)
         value_pool[slots] = values.to(value_pool.dtype)
         if index == self._num_layers - 1:
-            raise BlockComputed
+            raise StepComputed
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         output = queries.new_zeros(len(queries), layer.tp_q_head_num, layer.v_head_dim)
         if going_on.any():

@@ -105,7 +105,7 @@ def kvs_of(basis: Basis, layer: int, restored: Tensor) -> tuple[Tensor, Tensor]:
     return keys.unflatten(1, (heads, key_dim)), values.unflatten(1, (value_heads, value_dim))
 
 
-def fit_of(basis: Basis, layer: int, rows: Tensor) -> float:
+def misfit_of(basis: Basis, layer: int, rows: Tensor) -> float:
     """How unlike its calibration a basis finds rows of a layer.
 
     It is the mean square of their gains: 1 for text like that of the calibration, and 0 where there

@@ -34,12 +34,12 @@ from impress_sglang.codes.rows.fit import SINK_TOKENS
 from impress_sglang.config import BITS, BITS_TEXT, ImpressConfig, bytes_of
 from impress_sglang.errors import ConfigError, NotCodable, UnsupportedError
 from impress_sglang.hicache.pages import KEY_BYTES, PageStore
-from impress_sglang.plugin.capabilities import check_values
 from impress_sglang.plugin.factory import draft_runners, identity_of
 from impress_sglang.plugin.rank_groups import identity_of_rank, ranks_of
+from impress_sglang.plugin.unsupported import check_values
 from impress_sglang.plugin.weights import WeightWatch, watch_messages
 from impress_sglang.serving.ranks import Ranks
-from impress_sglang.threads import compute_alone
+from impress_sglang.threads import use_one_torch_thread
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class _Pool:
         """Return the bytes to store of a page; None if it cannot be coded."""
         if self._codes is not None:
             # On a thread of HiCache's, parallel to the model.
-            compute_alone()
+            use_one_torch_thread()
             form = [self._shape[axis] for axis in self._axes]
             kvs = page.view(form).permute(self._axes)
             try:
@@ -299,10 +299,10 @@ class ImpressStorage(HiCacheStorage):
         return moved
 
 
-_guard: Weights | None = None
+_guard: PageStoreGuard | None = None
 
 
-class Weights:
+class PageStoreGuard:
     """The identity of a scheduler's weights, and why pages are suspended, if they are."""
 
     def __init__(self, scheduler: Any) -> None:
@@ -373,7 +373,7 @@ class Weights:
         except ConfigError as error:
             logger.error("pages of the new weights are not used: %s", error)
 
-    def use_again(self) -> None:
+    def resume(self) -> None:
         """Resume reads and writes: all KVs of HiCache belong to `identity`."""
         self.aside = None
 
@@ -392,8 +392,8 @@ class Weights:
         )
 
 
-def remember_scheduler(scheduler: Any) -> Weights:
+def remember_scheduler(scheduler: Any) -> PageStoreGuard:
     """Remember the scheduler of this process, before it builds HiCache."""
     global _guard
-    _guard = Weights(scheduler)
+    _guard = PageStoreGuard(scheduler)
     return _guard

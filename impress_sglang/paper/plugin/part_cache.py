@@ -29,12 +29,12 @@ from impress_sglang.paper.plugin.options import check_parts
 from impress_sglang.paper.request import NOTHING_LOADED, StoredRequest
 from impress_sglang.paper.scores import probe_kv_heads
 from impress_sglang.paper.service import PartPlan, PartService
-from impress_sglang.plugin.capabilities import check_layers, check_options
 from impress_sglang.plugin.eligibility import plain_fields
 from impress_sglang.plugin.factory import build_tree_cache, identity_of, kv_shape
-from impress_sglang.plugin.known import Known, as_tokens
+from impress_sglang.plugin.impress_tree_cache import ImpressTreeCache
 from impress_sglang.plugin.pools import PoolLayers
-from impress_sglang.plugin.served_cache import ServedCache
+from impress_sglang.plugin.request_tracker import TrackedRequest, as_tokens
+from impress_sglang.plugin.unsupported import check_layers, check_options
 from impress_sglang.serving.report import estimate_fields, split_again
 from impress_sglang.serving.why import Reason, say
 from impress_sglang.storage.quality import EXACT
@@ -85,7 +85,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> PartCache:
     return cache
 
 
-class PartCache(ServedCache):
+class PartCache(ImpressTreeCache):
     """Finds evicted prefixes on SSD, and lets a pass load the parts that it uses."""
 
     service: PartService
@@ -97,7 +97,7 @@ class PartCache(ServedCache):
         super().__init__(*args)
 
     def attach(self, scheduler: Any) -> None:
-        """See `ServedCache.attach`; nothing is loaded while requests queue."""
+        """See `ImpressTreeCache.attach`; nothing is loaded while requests queue."""
         super().attach(scheduler)
         scheduler.enable_lmcache = False
 
@@ -233,7 +233,7 @@ class PartCache(ServedCache):
             self.service.opened.ahead.top_up()
         self.service.tell_metrics()
 
-    def _forget(self, tracked: Known) -> None:
+    def _forget(self, tracked: TrackedRequest) -> None:
         """Count a request that has ended, and learn the cost of its load."""
         report, times = tracked.report, tracked.req.time_stats
         prefill = max(times.prefill_finished_time - times.forward_entry_time, 0.0)

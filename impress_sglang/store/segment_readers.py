@@ -33,7 +33,7 @@ from impress_sglang.store.memory import StoreMemory
 from impress_sglang.store.stored import StoredSegment, StoredSpan
 from impress_sglang.threads import BackgroundThread, locked
 from impress_sglang.tiers.placement import Tier
-from impress_sglang.transfer.basis_codec import is_unlike
+from impress_sglang.transfer.basis_codec import is_misfit
 from impress_sglang.transfer.sources import OpenSpan, StoredSource, WholeSource
 from impress_sglang.transfer.wanted import chunk_pages
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 _SOME_BYTES = 1e7
 
 
-class OpenSegments:
+class SegmentReaders:
     """Files that are open, the ids of the chunks of files that were read so far, and what reading
     others is expected to cost.
 
@@ -164,7 +164,7 @@ class OpenSegments:
             pages = chunk_pages(info.geometry, codes=codes)[on_ssd]
             num_bytes = int(pages.sum(dtype=np.int64)) * BLOCK_BYTES
             slower = 1.0
-            if self._far_reader is not None and self._disk.is_far(segment):
+            if self._far_reader is not None and self._disk.only_in_bucket(segment):
                 slower = self._far_reader.cost.seconds_for(_SOME_BYTES)
                 slower /= self.seconds_to_read(_SOME_BYTES)
             found += slower * length / info.num_tokens * num_bytes
@@ -213,7 +213,7 @@ class OpenSegments:
             return known
 
     def _opened(self, stored: StoredSegment) -> OpenSegment:
-        far = self._disk.is_far(stored)
+        far = self._disk.only_in_bucket(stored)
         opener = self._far_opener if far else self._opener
         opening = opener.submit(self._disk.open, stored)
         try:
@@ -279,7 +279,7 @@ class OpenSegments:
         pool = self._memory.pool
         with self.acquired(spans) as segments:
             # Of codes that stand alone this was asked when they were written.
-            unlike = self._shape.exact and any(is_unlike(segment.fits) for segment in segments)
+            unlike = self._shape.exact and any(is_misfit(segment.fits) for segment in segments)
             codes = not exact and not unlike
             for segment in segments:
                 # Which only `paper/` restores.

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from impress_sglang.cli import Refused, Unreachable
+from impress_sglang.cli import CommandError, Unreachable
 from impress_sglang.cli.directory import (
     FILES,
     Row,
@@ -43,11 +43,11 @@ from impress_sglang.storage.segment import (
     encode_header,
 )
 from impress_sglang.storage.writer import publishing
-from impress_sglang.store.places import Places
 from impress_sglang.store.prefix_hashes import prefix_digest
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredSegment
 from impress_sglang.store.tree import StoredTree
+from impress_sglang.store.unattached import UnattachedSegments
 
 CONTENTS = "contents.json"
 KIND = "impress-sglang prefixes"
@@ -70,17 +70,17 @@ def export(root: Path, which: Which, path: Path, name: str | None) -> Row:
     if name is None and len(stores) == 1:
         (name,) = stores
     if name not in stores:
-        raise Refused(f"which store? give --store, one of {', '.join(stores)}")
+        raise CommandError(f"which store? give --store, one of {', '.join(stores)}")
     if os.path.lexists(path):
-        raise Refused(f"{path} already exists")
+        raise CommandError(f"{path} already exists")
     with opened(stores[name]) as store:
         chosen = _chosen(store, which)
         if not chosen:
-            raise Refused("nothing of it is stored")
+            raise CommandError("nothing of it is stored")
         try:
             num_bytes = _write(path, namespace_in(which), store, chosen)
         except PrefixUnreadable as error:
-            raise Refused(f"{error}, so nothing is exported: see impress verify") from error
+            raise CommandError(f"{error}, so nothing is exported: see impress verify") from error
         except OSError as error:
             raise Unreachable(f"{path} cannot be written: {error}") from error
     tokens = sum(len(segment.info.prompt_tokens) for segment in chosen)
@@ -97,11 +97,11 @@ def import_(root: Path, which: Which, path: Path) -> Row:
     told, exported = _read(path)
     first = next(exported.segments()).info
     if told["namespace"] != _keyed(str(told["key"]), namespace):
-        raise Refused("it belongs to another namespace: give its --extra-key and --cache-salt")
+        raise CommandError("it belongs to another namespace: give its --extra-key and --cache-salt")
     with contextlib.suppress(Unreachable):
         names = [path.name for path in stores_in(root)]
         if first.identity not in names:
-            raise Refused(
+            raise CommandError(
                 f"{path} is of the model identity {first.identity}, and here are stores of "
                 f"{', '.join(names)} only: start its server here once"
             )
@@ -119,7 +119,7 @@ def import_(root: Path, which: Which, path: Path) -> Row:
         needed = sum(segment.file_bytes for segment, _ in new)
         left = FILES.free_bytes(root) - bytes_of(ImpressConfig().min_free_gb)
         if new and needed > left:
-            raise Refused(
+            raise CommandError(
                 f"it takes {needed / 1e9:.3f} GB, and {max(left, 0) / 1e9:.3f} GB are free"
             )
         for segment, before in new:
@@ -156,10 +156,10 @@ def _read(path: Path) -> tuple[dict[str, Any], StoredTree]:
         if identity_in(found[0].info.identity) != found[0].info.identity:
             raise ValueError("it is of no model")
         tree = StoredTree()
-        if any(Places(tree).restore(found)):
+        if any(UnattachedSegments(tree).restore(found)):
             raise ValueError("what a segment builds on is not there")
     except _DAMAGE as error:
-        raise Refused(f"{path} is not a complete folder of prefixes: {error}") from error
+        raise CommandError(f"{path} is not a complete folder of prefixes: {error}") from error
     return told, tree
 
 
@@ -214,15 +214,15 @@ def _chosen(store: PrefixStore, which: Which) -> list[StoredSegment]:
     # If no namespace is named, that of requests without one is meant.
     place = place_of(store, {"extra_key": None, **which})
     if place is None:
-        raise Refused(f"there is no segment {which['segment']}")
+        raise CommandError(f"there is no segment {which['segment']}")
     name, tokens = place
     if name != store.namespace(namespace_in(which)):
-        raise Refused("it belongs to another namespace: give its --extra-key and --cache-salt")
+        raise CommandError("it belongs to another namespace: give its --extra-key and --cache-salt")
     found = list(store.tree.below(name))
     if tokens is not None:
         match = store.tree.match(name, tokens, least=ANYTHING)
         if match.num_tokens < len(tokens):
-            raise Refused(f"{match.num_tokens} of its {len(tokens)} tokens are stored")
+            raise CommandError(f"{match.num_tokens} of its {len(tokens)} tokens are stored")
         found = [span.segment for span in match.spans]
     return sorted(found, key=lambda segment: segment.info.prefix_len)
 

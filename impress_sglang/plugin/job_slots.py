@@ -16,23 +16,23 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from impress_sglang.plugin.known import Known, KnownRequests, key_of
+from impress_sglang.plugin.request_tracker import RequestTracker, TrackedRequest, key_of
 from impress_sglang.plugin.tree_nodes import drop_below, match_resident
 from impress_sglang.serving.load_jobs import LoadJob
 
 
-class TreeSlots:
+class JobSlots:
     """Slots of SGLang's pool for jobs. Thread: scheduler."""
 
     def __init__(
-        self, requests: KnownRequests, scheduler: Any, put_back: Callable[[LoadJob], None]
+        self, requests: RequestTracker, scheduler: Any, retract: Callable[[LoadJob], None]
     ) -> None:
-        """`put_back` retracts the users of a job into the queue."""
+        """`retract` retracts the users of a job into the queue."""
         self._cache = requests.cache
         self._provenance = requests.provenance
-        self._scheduler, self._put_back = scheduler, put_back
+        self._scheduler, self._put_back = scheduler, retract
         self._allocation = requests.allocation
-        self.windows = self._allocation.has_rows
+        self.windows = self._allocation.has_aux
         """Whether layers with windows have rows of their own, which `room` does not count."""
 
     def room(self) -> int:
@@ -56,7 +56,7 @@ class TreeSlots:
                 tokens += int(_new_tokens(req) * fraction) + page
         return free + int(self._cache.evictable_size()) - max(tokens, 0)
 
-    def need(self, tracked: Known, counted: set[object]) -> int:
+    def need(self, tracked: TrackedRequest, counted: set[object]) -> int:
         """Return the room that admitting a request takes, including its job's slots if it waits.
 
         `counted` holds what earlier requests have in common with it, and is updated.
@@ -120,10 +120,10 @@ class TreeSlots:
             job.after = self._scheduler.forward_stream.record_event()
         return True
 
-    def give_back(self, job: LoadJob) -> None:
+    def free(self, job: LoadJob) -> None:
         """Free the slots of a job, which must not be written any more, and release its lock."""
         assert job.slots is not None and job.rows is not None
-        self._allocation.give_back(job.slots, job.rows)
+        self._allocation.free(job.slots, job.rows)
         job.slots = None
         self._cache.unlock(job.hold)
 
@@ -154,7 +154,7 @@ class TreeSlots:
             params.mamba_value = job.rows
         result = cache.insert(params)
         if result.mamba_exist:
-            self._allocation.give_rows_back(job.rows)
+            self._allocation.free_aux(job.rows)
         job.slots = None
         lock = cache.lock(result.last_device_node)
         cache.unlock(job.hold)
@@ -170,7 +170,7 @@ class TreeSlots:
         self._cache.unlock(job.hold)
         drop_below(self._cache, self._key(job), job.start)
 
-    def hold_for(self, tracked: Known) -> Any:
+    def lock_for(self, tracked: TrackedRequest) -> Any:
         """Lock the resident prefix of a request, and nothing else, until `release`."""
         match = match_resident(self._cache, key_of(tracked.req))
         return self._cache.lock(match.last_device_node)

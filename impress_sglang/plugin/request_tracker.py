@@ -11,7 +11,7 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from impress_sglang.plugin.eligibility import serve_refusal, store_refusal
-from impress_sglang.plugin.pools import Allocation, PoolLayers
+from impress_sglang.plugin.pools import PoolLayers, SlotAllocator
 from impress_sglang.plugin.provenance import Provenance
 from impress_sglang.plugin.report_transport import attach
 from impress_sglang.plugin.tree_nodes import match_resident
@@ -34,7 +34,7 @@ _MEDIA = np.iinfo(np.int32).max
 
 
 @dataclasses.dataclass(slots=True)
-class Brought:
+class PrefixSources:
     """Tokens that jobs loaded for a request; they end at token `stop`."""
 
     loaded: int = 0  # by jobs whose reads this request reports
@@ -45,7 +45,7 @@ class Brought:
 
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
-class Known(Waiter):
+class TrackedRequest(Waiter):
     """A request of SGLang's, which may wait for a job while it is queued."""
 
     req: Any
@@ -60,8 +60,8 @@ class Known(Waiter):
     planned: bool = False  # its load has been planned
     admitted: bool = False
     load_failed: bool = False  # its stored tokens could not be read
-    brought: Brought = dataclasses.field(default_factory=Brought)
-    not_before: int = 0  # first poll at which it may be admitted again
+    sources: PrefixSources = dataclasses.field(default_factory=PrefixSources)
+    retry_poll: int = 0  # first poll at which it may be admitted again
     requested_class: KVClass | None = None  # its class before `raise_bits`
     stored_tokens: int = 0  # leading tokens that are stored, as planned
     read_seconds: float = 0.0  # estimate for reading its stored tokens
@@ -76,7 +76,7 @@ class Known(Waiter):
         """Its `extra_key` with the mark of its class, and its `cache_salt`."""
         return self.req.extra_key, self.req.cache_salt
 
-    def has_better_copy_for(self, other: Known, count: int) -> bool:
+    def has_better_copy_for(self, other: TrackedRequest, count: int) -> bool:
         """Whether its class has more bits and its first `count` tokens are those of `other`."""
         mine, theirs = self.kv_class, other.kv_class
         better = mine.bits > theirs.bits and (mine.exact or mine.share == theirs.share)
@@ -96,7 +96,7 @@ class Known(Waiter):
 
 
 @dataclasses.dataclass(eq=False)
-class KnownRequests:
+class RequestTracker:
     """Requests of one tree cache, and the components that its parts share.
 
     Registers requests, chooses and changes their classes, and keeps their reports. Thread:
@@ -110,7 +110,7 @@ class KnownRequests:
     forward_stream: Any
     ranks: Ranks = ALONE
     adapters: Any = None
-    by_rid: dict[str, Known] = dataclasses.field(default_factory=dict)
+    by_rid: dict[str, TrackedRequest] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         layers, keys = self.layers, self.layers(0)[0]
@@ -119,10 +119,10 @@ class KnownRequests:
         layout = self.cache.page_size, layers.beyond, packed
         pairs = self.cache.tree_core.is_eagle
         self.planner = LoadPlanner(self.service, *layout, states=states, pairs=pairs)
-        self.allocation = Allocation(self.cache, window, states=states)
+        self.allocation = SlotAllocator(self.cache, window, states=states)
         self.provenance = Provenance(len(keys), keys.device)
 
-    def register(self, req: Any, count_prompt: Callable[[Known], bool]) -> Known:
+    def register(self, req: Any, count_prompt: Callable[[TrackedRequest], bool]) -> TrackedRequest:
         """Track a request; at its first match, choose its class and mark its key with it.
 
         `count_prompt` counts a request that may be stored; returns whether to compute it exactly.
@@ -141,7 +141,7 @@ class KnownRequests:
         )
         # A request that may not use the store shares no KVs that may come from it.
         kv_class = KVClass() if refusal is not None else service.class_of(options)
-        tracked = Known(
+        tracked = TrackedRequest(
             req.rid,
             req=req,
             extra_key=extra_key,
@@ -159,7 +159,7 @@ class KnownRequests:
         self.by_rid[req.rid] = tracked
         return tracked
 
-    def _choose(self, tracked: Known) -> KVClass:
+    def _choose(self, tracked: TrackedRequest) -> KVClass:
         """Choose the class of a request that leaves it to the server."""
         key = key_of(tracked.req)
         if not self.ranks.alone or not self.planner.looks_for(len(key)):
@@ -170,7 +170,7 @@ class KnownRequests:
         resident = {kv_class: self._resident(tracked, kv_class) for kv_class in classes}
         return self.planner.choose(tracked.namespace, tokens, resident, tracked.kv_class)
 
-    def raise_bits(self, tracked: Known, users: Sequence[Known]) -> bool:
+    def raise_bits(self, tracked: TrackedRequest, users: Sequence[TrackedRequest]) -> bool:
         """Move a queued request to a class with more bits, if all its stored tokens are resident
         there.
 
@@ -188,18 +188,18 @@ class KnownRequests:
                 return True
         return False
 
-    def lower_bits(self, tracked: Known) -> None:
+    def lower_bits(self, tracked: TrackedRequest) -> None:
         """Move a queued request back to the class it had before `raise_bits`."""
         if tracked.requested_class is not None:
             self._move(tracked, tracked.requested_class)
             tracked.requested_class = None
 
-    def _move(self, tracked: Known, kv_class: KVClass) -> None:
-        tracked.kv_class, tracked.brought = kv_class, Brought()
+    def _move(self, tracked: TrackedRequest, kv_class: KVClass) -> None:
+        tracked.kv_class, tracked.sources = kv_class, PrefixSources()
         tracked.req.extra_key = marked(tracked.extra_key, kv_class, self.service.usual)
         tracked.report.update(NO_ESTIMATE)
 
-    def _resident(self, tracked: Known, kv_class: KVClass) -> int:
+    def _resident(self, tracked: TrackedRequest, kv_class: KVClass) -> int:
         key = key_of(tracked.req)
         extra_key = marked(tracked.extra_key, kv_class, self.service.usual)
         class_key = RadixKey(key.token_ids, extra_key, limit=key.limit, cache_salt=key.cache_salt)
@@ -207,9 +207,9 @@ class KnownRequests:
 
     # Reports to clients, counters, and what is learnt from requests that ended.
 
-    def report_resident(self, tracked: Known, length: int) -> None:
+    def report_resident(self, tracked: TrackedRequest, length: int) -> None:
         """Report the resident length of a prompt, including the tokens loaded for it."""
-        sources, report = tracked.brought, tracked.report
+        sources, report = tracked.sources, tracked.report
         loaded, shared = min(sources.loaded, length), min(sources.shared, length)
         resident = max(length - loaded - shared, 0)
         report.update(
@@ -230,9 +230,9 @@ class KnownRequests:
             ),
         )
 
-    def report_load(self, tracked: Known, job: LoadJob) -> None:
+    def report_load(self, tracked: TrackedRequest, job: LoadJob) -> None:
         """Report what a job loaded; the first request that waited for it reports its reads."""
-        sources = tracked.brought
+        sources = tracked.sources
         # It may have joined for the leading tokens of the job only.
         resident = match_resident(self.cache, key_of(tracked.req)).device_prefix_len
         sources.stop = min(resident, job.stop)
@@ -247,7 +247,7 @@ class KnownRequests:
         sources.computed += computed
         self.report_reads(tracked, job)
 
-    def report_reads(self, tracked: Known, job: LoadJob) -> None:
+    def report_reads(self, tracked: TrackedRequest, job: LoadJob) -> None:
         """Add the cost of a job's reads to the report of a request."""
         report = tracked.report
         for name, count in job.reads.as_dict().items():
@@ -272,7 +272,7 @@ class KnownRequests:
             },
         )
 
-    def explain(self, tracked: Known) -> None:
+    def explain(self, tracked: TrackedRequest) -> None:
         """Report why a request that is admitted has its prefix, or lacks one."""
         report, service, provenance = tracked.report, self.service, self.provenance
         report["why"] = self.planner.explain(
@@ -294,7 +294,7 @@ class KnownRequests:
             if report["approximate"] and report["bits"] is None:
                 report["bits"] = tracked.kv_class.bits
 
-    def count(self, tracked: Known) -> None:
+    def count(self, tracked: TrackedRequest) -> None:
         """Count and list a request that has ended, and learn from its computing time.
 
         Probes of SGLang's /health are not listed: they may outnumber all other requests.

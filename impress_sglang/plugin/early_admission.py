@@ -16,8 +16,8 @@ import torch
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.mem_cache.common import release_kv_cache
 
-from impress_sglang.plugin.known import Known, KnownRequests
-from impress_sglang.plugin.slot_pool import TreeSlots
+from impress_sglang.plugin.job_slots import JobSlots
+from impress_sglang.plugin.request_tracker import RequestTracker, TrackedRequest
 from impress_sglang.serving.job_queue import WINDOW, JobQueue
 from impress_sglang.serving.load_jobs import LoadJob
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 POLLS_APART = 2
 
 
-class LateStart:
+class EarlyAdmission:
     """Starts passes early, makes them wait for each layer, and retracts them if a layer fails.
 
     While there are `jobs` whose slots are in SGLang's tree but not filled, this object is the layer
@@ -36,7 +36,11 @@ class LateStart:
     """
 
     def __init__(
-        self, requests: KnownRequests, scheduler: Any, jobs: JobQueue[Known], slots: TreeSlots
+        self,
+        requests: RequestTracker,
+        scheduler: Any,
+        jobs: JobQueue[TrackedRequest],
+        slots: JobSlots,
     ) -> None:
         self._cache, self._tracked = requests.cache, requests.by_rid
         self._estimator = requests.service.estimator
@@ -57,7 +61,7 @@ class LateStart:
         self.polls += 1
         for job in self.jobs:
             if job.revoked:
-                self.put_back(job)
+                self.retract(job)
         for job in [job for job in self.jobs if job not in self._queue.jobs]:
             self.jobs.remove(job)
             if not self.jobs:
@@ -77,7 +81,7 @@ class LateStart:
             elif job.events:
                 torch.cuda.current_stream().wait_event(job.events[layer])
 
-    def may_start(self, tracked: Known) -> bool:
+    def may_start(self, tracked: TrackedRequest) -> bool:
         """Whether a request may be admitted although its job is not done."""
         job, req = tracked.job, tracked.req
         if (
@@ -101,7 +105,7 @@ class LateStart:
         # The row of a session may outlive its request, which then cannot be retracted.
         if job.slots is None or left is None or new > self._max_tokens or req.session is not None:
             return False
-        max_wait = self._estimator.late_seconds(left, job.stop, new)
+        max_wait = self._estimator.max_layer_wait(left, job.stop, new)
         queue = itertools.islice(self._scheduler.waiting_queue, WINDOW)
         others = (self._tracked.get(queued.rid) for queued in queue if queued is not req)
         # No other request may wait in its pass.
@@ -117,20 +121,20 @@ class LateStart:
         self.jobs.append(job)
         # Reads are reported once all layers are read.
         job.told, tracked.early_job = True, job
-        tracked.brought.loaded += len(job)
-        tracked.brought.stop = job.stop
+        tracked.sources.loaded += len(job)
+        tracked.sources.stop = job.stop
         return True
 
-    def is_blocked(self, tracked: Known) -> bool:
+    def is_blocked(self, tracked: TrackedRequest) -> bool:
         """Whether a request was retracted just now, or would share slots that are being filled."""
-        if self.polls < tracked.not_before:
+        if self.polls < tracked.retry_poll:
             return True
         return any(
             job is not tracked.job and tracked.begins_like(job, self._cache.page_size)
             for job in self.jobs
         )
 
-    def put_back(self, job: LoadJob) -> None:
+    def retract(self, job: LoadJob) -> None:
         """Retract the users of a failed job into the queue, as if they lacked room."""
         scheduler, users = self._scheduler, self._users_of(job)
         reqs = [tracked.req for tracked in users]
@@ -144,10 +148,10 @@ class LateStart:
             req.reset_for_retract()
             if scheduler.chunked_req is req:
                 scheduler.chunked_req = None
-            tracked.not_before = self.polls + POLLS_APART
+            tracked.retry_poll = self.polls + POLLS_APART
             scheduler._add_request_to_queue(req, is_retracted=True)
 
-    def _users_of(self, job: LoadJob) -> list[Known]:
+    def _users_of(self, job: LoadJob) -> list[TrackedRequest]:
         """Return the admitted requests that may attend to the slots of a job."""
         page, admitted = self._cache.page_size, (t for t in self._tracked.values() if t.admitted)
         return [tracked for tracked in admitted if tracked.begins_like(job, page)]

@@ -24,12 +24,12 @@ from torch.utils.hooks import RemovableHandle
 from impress_sglang.codes.groups.energy import MEASURED_QUERIES
 from impress_sglang.config import OFF
 from impress_sglang.plugin.eligibility import store_refusal
-from impress_sglang.plugin.known import Known, KnownRequests, as_tokens
 from impress_sglang.plugin.pools import append_state_tokens
+from impress_sglang.plugin.request_tracker import RequestTracker, TrackedRequest, as_tokens
 from impress_sglang.plugin.tree_nodes import last_state, lock_states, lock_windows
 from impress_sglang.serving.custom_params import PRIORITY_KEY, STORE_KEY, TTL_KEY, params_of
 from impress_sglang.serving.pool_reader import PoolLayerReader
-from impress_sglang.serving.sights import Sights
+from impress_sglang.serving.prefix_frequency import PrefixFrequencySketch
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Priority, Tokens
 from impress_sglang.storage.writer import LayerReader
@@ -57,10 +57,10 @@ class _Save:
     """Set before its slots may be reallocated and hold other KVs."""
 
 
-class WriteBack:
+class PrefixSaves:
     """The saves of one tree cache. Thread: scheduler."""
 
-    def __init__(self, requests: KnownRequests, model: Any) -> None:
+    def __init__(self, requests: RequestTracker, model: Any) -> None:
         self._cache, self._service = requests.cache, requests.service
         self._planner, self._provenance = requests.planner, requests.provenance
         self._layers, self._window = requests.layers, requests.allocation.window
@@ -72,12 +72,12 @@ class WriteBack:
         self._min_tokens, repeated = config.min_prefix_tokens, config.write_after > 1
         self._sketch = None
         if repeated or config.blend != OFF:
-            self._sketch = Sights(max(config.write_after, 2), self._service.counts)
-        self.sights = self._sketch if repeated else None
+            self._sketch = PrefixFrequencySketch(max(config.write_after, 2), self._service.counts)
+        self.frequency = self._sketch if repeated else None
         """Counts requests for prompts; None unless that decides which are stored."""
         self.writing_tokens = 0
 
-    def sight(self, tracked: Known) -> bool:
+    def count_prompt(self, tracked: TrackedRequest) -> bool:
         """Count a request that may be stored, at its first match.
 
         Returns whether to compute it exactly, because its text will be reused at other positions.
@@ -86,7 +86,7 @@ class WriteBack:
         if tracked.storable_tokens is not None or not self._service.in_use:
             return False
         tokens = req.origin_input_ids
-        if self.sights is None or params_of(req.sampling_params).get(STORE_KEY):
+        if self.frequency is None or params_of(req.sampling_params).get(STORE_KEY):
             tracked.storable_tokens = len(tokens)
         if self._sketch is None or len(tokens) < self._min_tokens:
             return False
@@ -100,7 +100,13 @@ class WriteBack:
         return elsewhere > seen
 
     def _reusable_tokens(
-        self, sketch: Sights, namespace: str, tokens: Tokens, num_seen: int, *, count: bool
+        self,
+        sketch: PrefixFrequencySketch,
+        namespace: str,
+        tokens: Tokens,
+        num_seen: int,
+        *,
+        count: bool,
     ) -> int:
         """Count the leading tokens of a prompt that are worth storing because their text is reused.
 
@@ -126,14 +132,18 @@ class WriteBack:
         fresh = starts[often]
         return int(fresh[-1]) + BLOCK_TOKENS if len(fresh) > half else 0
 
-    def expect(self, tracked: Known) -> None:
+    def expect(self, tracked: TrackedRequest) -> None:
         """Sample queries of an admitted request, if it will be stored and its prompt is
         selected."""
         fits = self._fits(tracked, len(tracked.req.origin_input_ids))
-        if fits and self._service.shape.coded and self._service.store.writes.want_queries():
+        if (
+            fits
+            and self._service.shape.coded
+            and self._service.store.writes.should_sample_queries()
+        ):
             self._sampler.sample_next_prompt(tracked.req.rid)
 
-    def offer(self, tracked: Known, up_to: int) -> None:
+    def offer(self, tracked: TrackedRequest, up_to: int) -> None:
         """Offer the first `up_to` tokens of a request, which are computed and in the tree."""
         req = tracked.req
         if up_to < len(req.origin_input_ids) or is_virtual_node(req.last_node):
@@ -154,7 +164,7 @@ class WriteBack:
         if not self._offer(tracked, save):
             self._end(save)
 
-    def _max_writable_tokens(self, tracked: Known, up_to: int) -> int:
+    def _max_writable_tokens(self, tracked: TrackedRequest, up_to: int) -> int:
         """Count the leading tokens of a request that any rank may write.
 
         Ranks may differ in what their stores hold and have counted, but must not differ in locks.
@@ -164,7 +174,7 @@ class WriteBack:
         stored = self._service.policy.stores and store_refusal(tracked.req) is None
         return self._planner.whole_pages(up_to) if stored else 0
 
-    def end(self, tracked: Known) -> None:
+    def end(self, tracked: TrackedRequest) -> None:
         """Count the answer of a request that has ended: the next prompt may contain it."""
         req = tracked.req
         self._sampler.take(req.rid)
@@ -247,11 +257,11 @@ class WriteBack:
         if store is not None:
             store.writes.abandon()
 
-    def _may_store(self, tracked: Known) -> bool:
+    def _may_store(self, tracked: TrackedRequest) -> bool:
         in_use = self._service.in_use and not tracked.save_refused
         return self._ranks.writes and in_use and store_refusal(tracked.req) is None
 
-    def _fits(self, tracked: Known, num_tokens: int) -> bool:
+    def _fits(self, tracked: TrackedRequest, num_tokens: int) -> bool:
         storable = self._storable_tokens(tracked, num_tokens)
         return self._may_store(tracked) and storable >= self._min_tokens
 
@@ -262,13 +272,13 @@ class WriteBack:
         spare = self._cache.token_to_kv_pool_allocator.size_full // 2 - self.writing_tokens
         return not self._saves or num_tokens <= spare
 
-    def _storable_tokens(self, tracked: Known, num_tokens: int) -> int:
+    def _storable_tokens(self, tracked: TrackedRequest, num_tokens: int) -> int:
         """Count the leading slots of a request that are worth storing, in whole pages."""
-        if self.sights is not None:
+        if self.frequency is not None:
             num_tokens = min(num_tokens, (tracked.storable_tokens or 0) - self._planner.beyond)
         return self._planner.whole_pages(num_tokens)
 
-    def _quality_of(self, tracked: Known, slots: Tensor) -> tuple[Quality | None, int]:
+    def _quality_of(self, tracked: TrackedRequest, slots: Tensor) -> tuple[Quality | None, int]:
         """Return the quality of KVs in slots, and how many of the leading ones came from a
         store."""
         provenance, kv_class = self._provenance, tracked.kv_class
@@ -281,7 +291,7 @@ class WriteBack:
         ratio = kv_class.share if provenance.blended(slots) else 1.0
         return Quality(depth, kv_class.bits, ratio), provenance.loaded_before(slots)
 
-    def _offer(self, tracked: Known, save: _Save) -> bool:
+    def _offer(self, tracked: TrackedRequest, save: _Save) -> bool:
         """Offer the slots of a save to the store; returns whether it will read them."""
         if not self._fits(tracked, len(save.slots)):
             return False

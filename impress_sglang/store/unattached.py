@@ -34,7 +34,7 @@ _Order: TypeAlias = tuple[str | None, bytes | None, float]
 _Digests: TypeAlias = dict[StoredSegment, hashlib.blake2b]
 
 
-class Places:
+class UnattachedSegments:
     """Finds places, and has the segments without one, and the names of those that are not wanted;
     the store's thread owns it."""
 

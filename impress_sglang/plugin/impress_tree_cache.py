@@ -35,12 +35,12 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from impress_sglang.plugin.known import Brought, Known, KnownRequests
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.prefix_loads import PrefixLoads
+from impress_sglang.plugin.prefix_saves import PrefixSaves
+from impress_sglang.plugin.request_tracker import PrefixSources, RequestTracker, TrackedRequest
 from impress_sglang.plugin.tree_nodes import Sweeps
 from impress_sglang.plugin.weights import WeightWatch
-from impress_sglang.plugin.write_back import WriteBack
 from impress_sglang.serving.ranks import ALONE, Ranks
 from impress_sglang.serving.service import Service
 
@@ -51,7 +51,7 @@ UNCHECKED, RUNNING, OK, FAILED = "unchecked", "running", "ok", "failed"
 STEP_S = 0.001
 
 
-class ServedCache(UnifiedRadixCache):
+class ImpressTreeCache(UnifiedRadixCache):
     """SGLang's `UnifiedRadixCache` with a store; plain SGLang until it is attached.
 
     Where prefixes are loaded within passes (`paper.plugin`), `loads` has no jobs.
@@ -78,16 +78,16 @@ class ServedCache(UnifiedRadixCache):
         again after each flush. `adapters`: SGLang's `LoRAManager`, if it has one.
         """
         super().__init__(params)
-        self._requests = requests = KnownRequests(
+        self._requests = requests = RequestTracker(
             *(self, service, layers, forward_stream, ranks, adapters)
         )
         self.service, self.ranks, self.planner = service, ranks, requests.planner
         self._tracked, self._provenance = requests.by_rid, requests.provenance
         self._allocation = requests.allocation
-        self._released: list[Known] = []
+        self._released: list[TrackedRequest] = []
         service.describe_pool = self._describe_pool
-        self._saves = saves = WriteBack(requests, model)
-        self.sights = saves.sights
+        self._saves = saves = PrefixSaves(requests, model)
+        self.frequency = saves.frequency
         self.weights = WeightWatch(
             *(service, read_identity, self._set_aside, requests.allocation.is_empty, ranks)
         )
@@ -111,7 +111,7 @@ class ServedCache(UnifiedRadixCache):
         req = params.req
         if req is None or not self._serves:
             return super().match_prefix(params)
-        tracked = self._requests.register(req, self._saves.sight)
+        tracked = self._requests.register(req, self._saves.count_prompt)
         key = params.key
         if key.extra_key != req.extra_key:
             # Its first match: SGLang made the key before the request had a class.
@@ -155,9 +155,9 @@ class ServedCache(UnifiedRadixCache):
     def pop_prefetch_loaded_span(self, request: CacheRequestHandle) -> tuple[int, int | None]:
         """Return how many tokens were loaded for a request, and where they begin."""
         tracked = self._tracked.get(request.rid)
-        if tracked is None or not tracked.brought.loaded:
+        if tracked is None or not tracked.sources.loaded:
             return 0, None
-        return tracked.brought.loaded, tracked.brought.stop - tracked.brought.loaded
+        return tracked.sources.loaded, tracked.sources.stop - tracked.sources.loaded
 
     def finish_storage_prefetch_admission(
         self, request: CacheRequestHandle, fulfilled_tokens: int, reason: str | None
@@ -201,7 +201,7 @@ class ServedCache(UnifiedRadixCache):
             self._forget(tracked)
             return
         tracked.admitted = tracked.planned = False
-        tracked.brought = Brought()
+        tracked.sources = PrefixSources()
         if req.to_finish is not None:
             self._released.append(tracked)
 
@@ -224,7 +224,7 @@ class ServedCache(UnifiedRadixCache):
             if not any(req is tracked.req for req in self._scheduler.waiting_queue):
                 self._forget(tracked)
 
-    def _forget(self, tracked: Known) -> None:
+    def _forget(self, tracked: TrackedRequest) -> None:
         self._saves.end(tracked)
         self._requests.count(tracked)
         # Another request may have its id by now.
@@ -318,7 +318,7 @@ class ServedCache(UnifiedRadixCache):
     def _locked_for_writes(self, *, rows: bool = False) -> int:
         if not self._serves:
             return 0
-        locked = self._allocation.protected_rows if rows else self.tree_core.protected_size
+        locked = self._allocation.protected_aux if rows else self.tree_core.protected_size
         return self._saves.locked_tokens(locked)
 
     def _describe_pool(self) -> dict[str, int]:

@@ -23,7 +23,7 @@ from impress_sglang.store.stored import StoredSegment
 _PLACES = 1 << 16
 
 
-class Cause(enum.Enum):
+class MissCause(enum.Enum):
     """Why tokens are not stored any more, or were not accepted."""
 
     EVICTED = 0
@@ -36,16 +36,16 @@ class Cause(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Loss:
+class MissRecord:
     """Tokens of a prompt that are gone; the first of them left `seconds` ago."""
 
-    cause: Cause
+    cause: MissCause
     num_tokens: int
     seconds: float
 
 
-class Losses:
-    """The losses of one store; owned by one thread."""
+class MissLog:
+    """Why tokens of one store are missing; owned by one thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._hashes = PrefixHashes()
@@ -54,19 +54,19 @@ class Losses:
         self._times = np.zeros(_PLACES)
         self._causes = np.zeros(_PLACES, np.uint8)
 
-    def note(self, segment: StoredSegment, cause: Cause) -> None:
+    def note(self, segment: StoredSegment, cause: MissCause) -> None:
         """Note that a segment is about to leave the tree."""
         if len((info := segment.info).prompt_tokens):
             self.note_tokens(info.namespace, segment.prompt(), cause, info.prefix_len)
 
-    def note_tokens(self, namespace: str, tokens: Tokens, cause: Cause, start: int = 0) -> None:
+    def note_tokens(self, namespace: str, tokens: Tokens, cause: MissCause, start: int = 0) -> None:
         """Note that tokens [start, n) of a prompt, int32 [n], are gone or were not stored."""
         names, places = self._places(namespace, tokens, start)
         self._names[places] = names
         self._times[places] = self._clock()
         self._causes[places] = cause.value
 
-    def find(self, namespace: str, tokens: Tokens, start: int) -> Loss | None:
+    def find(self, namespace: str, tokens: Tokens, start: int) -> MissRecord | None:
         """Why a prompt is not stored from token `start` on; None if that is not known."""
         names, places = self._places(namespace, tokens, start)
         found = np.flatnonzero(self._names[places] == names)
@@ -75,7 +75,7 @@ class Losses:
         first = places[found[0]]
         stop = (start // BLOCK_TOKENS + int(found[-1]) + 1) * BLOCK_TOKENS
         seconds = self._clock() - float(self._times[first])
-        return Loss(Cause(int(self._causes[first])), stop - start, seconds)
+        return MissRecord(MissCause(int(self._causes[first])), stop - start, seconds)
 
     def _places(self, namespace: str, tokens: Tokens, start: int) -> tuple[Hashes, Indices]:
         names = self._hashes.of(namespace, tokens)[start // BLOCK_TOKENS :]

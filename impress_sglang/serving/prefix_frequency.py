@@ -74,7 +74,7 @@ def memory_at(place: Place, rank: int) -> Memory:
         os.close(file)
 
 
-class Sights:
+class PrefixFrequencySketch:
     """Counts prefixes by their tokens, in 16 MiB; one thread."""
 
     def __init__(self, min_sightings: int, memory: Memory | None = None) -> None:
