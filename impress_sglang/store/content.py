@@ -142,7 +142,7 @@ class ContentIndex:
         """Forget a segment, if it is there."""
         if self._segments.pop(id(segment), None) is None:
             return
-        table = next(own for own in self._tables if segment in own.keys)
+        table = next(table for table in self._tables if segment in table.keys)
         table.count(keys := table.keys.pop(segment), -1)
         for value, key in _values(segment, keys):
             more = self._more.get(key, {})
@@ -166,7 +166,7 @@ class ContentIndex:
         whatever they are. `only_ready`: leave out segments that cannot be read now.
         """
         keys = self._hashes.all_windows(namespace, tokens[start:], WINDOW_TOKENS)
-        likely = np.flatnonzero(sum(own.of(keys) for own in self._tables))
+        likely = np.flatnonzero(sum(table.of(keys) for table in self._tables))
         runs, vain = list[Run](), 0
         first = position = start
         for at, key in zip((likely + start).tolist(), keys[likely].tolist(), strict=True):
@@ -204,7 +204,7 @@ class ContentIndex:
 
     def _count(self, segment: StoredSegment, keys: Hashes) -> None:
         """Count the windows of a new segment, in a new table if the last one has a wrong size."""
-        total = len(keys) + sum(own.num_windows for own in self._tables)
+        total = len(keys) + sum(table.num_windows for table in self._tables)
         needed = max(_PLACES_EACH * total, _FEWEST)
         if not needed <= len(self._tables[-1]) <= _MOST_TIMES * needed:
             self._tables.append(_Counts(1 << (2 * needed - 1).bit_length()))
@@ -213,10 +213,10 @@ class ContentIndex:
         left = 2 * len(keys)
         while len(self._tables) > 1 and left > 0:
             if (old := self._tables[0]).keys:
-                moved, own = old.keys.popitem()
-                old.count(own, -1)
-                self._tables[-1].add(moved, own)
-                left -= len(own)
+                moved, windows = old.keys.popitem()
+                old.count(windows, -1)
+                self._tables[-1].add(moved, windows)
+                left -= len(windows)
             else:
                 del self._tables[0]
 

@@ -96,8 +96,8 @@ class PrefixHashes:
 
     def apart_windows(self, namespace: str, tokens: Tokens, length: int) -> Hashes:
         """The hashes of consecutive windows without overlap, uint64 [n // length]."""
-        own = tokens[: len(tokens) // length * length].reshape(-1, length).astype(np.uint64)
-        return mixed(own @ _powers(self._odd, length) ^ self._start(namespace))
+        rows = tokens[: len(tokens) // length * length].reshape(-1, length).astype(np.uint64)
+        return mixed(rows @ _powers(self._odd, length) ^ self._start(namespace))
 
     def _start(self, namespace: str) -> Hashes:
         name = hashlib.blake2b(namespace.encode(), key=self._key, digest_size=_SEED_BYTES)

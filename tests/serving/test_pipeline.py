@@ -39,6 +39,17 @@ def _full_speed(request: pytest.FixtureRequest) -> Iterator[None]:
         server.assert_whole()
 
 
+def test_auto_is_exact_where_reading_hides_behind_computing(
+    deciding: Server, stock: Server
+) -> None:
+    """A long question, alone, and a drive that is quick for so small a model."""
+    prompt = [*random_tokens(1500, seed=902), *random_tokens(1200, seed=5)]
+    answer = deciding.generate(prompt, 8, return_logprob=True)
+    said = report(answer)
+    assert said["path"] == "ssd" and said["bits"] == 16.0 and not said["approximate"]
+    assert_same([stock.generate(prompt, 8, return_logprob=True)], [answer], 1e-4)
+
+
 def test_a_prefix_is_computed_where_reading_takes_longer(deciding: Server, stock: Server) -> None:
     prefix = random_tokens(1500, seed=900)
     deciding.emulate_ssd(0.5)
@@ -59,17 +70,6 @@ def test_a_prefix_is_computed_where_reading_takes_longer(deciding: Server, stock
         (one["estimated_load_ms"], one["estimated_recompute_ms"], one["wait_ms"]) for one in said
     ]
     assert deciding.stats()["totals"]["requests_declined"] >= 1
-
-
-def test_auto_is_exact_where_reading_hides_behind_computing(
-    deciding: Server, stock: Server
-) -> None:
-    """A long question, alone, and a drive that is quick for so small a model."""
-    prompt = [*random_tokens(1500, seed=902), *random_tokens(1200, seed=5)]
-    answer = deciding.generate(prompt, 8, return_logprob=True)
-    said = report(answer)
-    assert said["path"] == "ssd" and said["bits"] == 16.0 and not said["approximate"]
-    assert_same([stock.generate(prompt, 8, return_logprob=True)], [answer], 1e-4)
 
 
 @pytest.fixture(scope="module")

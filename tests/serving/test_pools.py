@@ -34,7 +34,7 @@ from tests.serving.tiny_models import (
 )
 from tests.serving.tiny_tokenizer import add_tokenizer
 
-PROMPTS = [random_tokens(length, seed=length) for length in (500, 1900)]
+PROMPTS = [random_tokens(length, seed=length) for length in (500, 1100, 2300)]
 FLAGS = ("--max-total-tokens=9000", "--impress-keep=auto")
 
 
