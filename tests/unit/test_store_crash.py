@@ -129,8 +129,8 @@ def check_expired(life: Killing, before: list[Path], store: PartStore) -> bool:
     return life.taken or not before
 
 
-# What it does, what must be there then, and how many steps that takes at least: a line of the journal
-# that is late is written with the next.
+# What it does, what must be there then, and how many steps that takes at least: a line of the
+# journal that is late is written with the next.
 ACTS = {
     "write": (write, check_written, 8),
     "loss": (lose, check_lost, 4),
