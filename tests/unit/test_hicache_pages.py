@@ -155,11 +155,14 @@ def test_what_is_damaged_is_a_miss(opened: Open, tmp_path: Path, wrong: str) -> 
     assert load(opened(), 1, 2, 3) == [1, 2, 3]
 
 
-def test_a_bit_that_is_wrong_once_costs_nothing(opened: Open, files: FaultyFileSystem) -> None:
+@pytest.mark.parametrize("fault", ["short", "flip"])
+def test_a_wrong_read_is_read_again(opened: Open, files: FaultyFileSystem, fault: str) -> None:
+    """What was wrong once may be right on the disk, and a pack has many pages."""
     pages = opened()
-    store(pages, 1)
-    with files.faults.injected(Rule("flip", "read", count=1)):
-        assert load(pages, 1) == [1]
+    store(pages, 1, 2)
+    with files.faults.injected(Rule(fault, "read", count=1)):
+        assert load(pages, 1, 2) == [1, 2]
+    assert len(packs(pages._folder)) == 1
 
 
 @pytest.mark.parametrize("fault", ["torn-kill", "kill"])
@@ -295,16 +298,6 @@ def test_a_page_in_two_packs_may_lose_both(opened: Open) -> None:
     for name in (names[1], names[0]):
         third._give_up(name)
     assert third.has(keys(1)) == [False] and load(third, 1) == []
-
-
-@pytest.mark.parametrize("fault", ["short", "flip"])
-def test_a_wrong_read_is_read_again(opened: Open, files: FaultyFileSystem, fault: str) -> None:
-    """What was wrong once may be right on the disk, and a pack has many pages."""
-    pages = opened()
-    store(pages, 1, 2)
-    files.faults.add(Rule(fault, "read", count=1))
-    assert load(pages, 1, 2) == [1, 2]
-    assert len(packs(pages._folder)) == 1
 
 
 def test_a_pack_in_use_is_dated_now_and_then(
