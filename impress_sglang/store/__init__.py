@@ -1,1 +1,1 @@
-"""Prefix KV management (PKM): which prefixes are stored, found again, and given up."""
+"""Prefix KV management (PKM): stores, matches and evicts prefixes."""

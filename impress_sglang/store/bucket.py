@@ -1,12 +1,12 @@
-"""Requests to an object store, below one prefix of one bucket; and objects as files.
+"""Accesses an object store, below one prefix of one bucket, and opens its objects as files.
 
-`obstore` retries with back-off, within the patience of the server's drive. What fails after that is
-an `OSError`, and then all reads fail at once until a list is answered: who asks for a stored prefix
-must not wait for each of its segments.
+`obstore` retries with back-off, for as long as the server waits for its drive. A request that still
+fails raises `OSError`. Then all reads fail immediately until a list request succeeds, so that a
+load of a stored prefix does not wait for each of its segments.
 
-An object is a local file that is filled as it is read, in ranges of `RANGE_BYTES`. When nobody
-reads any more, the rest is fetched and the whole is verified: then it can become a file of the
-store.
+An opened object is a local file that is filled as it is read, in ranges of `RANGE_BYTES`. After its
+last reader, the remaining ranges are fetched and the whole file is verified. Then it can become a
+file of the store.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ logger = logging.getLogger(__name__)
 
 _RETRIES = 4
 _PUT_SECONDS = 600
-# Names in one answer to a request for a list; S3 gives no more.
+# Names per response to a list request, the maximum of S3.
 _PAGE = 1000
-# Large enough for the throughput of a connection with latency; a layer of a small model has less.
+# Large enough for the throughput of a connection with latency; a layer of a small model is smaller.
 RANGE_BYTES = 1 << 20
 # Most headers are shorter.
 _HEADER_BYTES = 256 << 10
-# Ranges in flight: threads that wait for the network without the GIL.
+# Ranges in flight, each on a thread that waits for the network without the GIL.
 MOST_READS = 32
-# After so many seconds without a reader the rest of an object is fetched.
+# Seconds without a reader after which the remaining ranges of an object are fetched.
 IDLE_SECONDS = 0.5
 
 
 class ObjectMeta(NamedTuple):
-    """What a list says of an object: `modified` is by the clock of the store."""
+    """Entry of a list; `modified` is by the clock of the object store."""
 
     name: str
     size: int
@@ -65,13 +65,14 @@ class ObjectMeta(NamedTuple):
 
 
 class Bucket:
-    """The objects below a prefix; any thread uses it. Methods wait for the network, and raise
+    """The objects below a prefix. Thread-safe; all requests wait for the network.
 
-    OSError: the store does not answer, or refuses; `FileNotFoundError`: there is no such object.
+    Raises:
+        OSError: the store does not answer, or refuses; `FileNotFoundError` for a missing object.
     """
 
     def __init__(self, store: Any, patient: Any, url: str) -> None:
-        """`store`, `patient`: of `obstore`, for reads and for writes; `url`: for messages."""
+        """`store`, `patient`: `obstore` stores for reads and for writes; `url`: for messages."""
         self._obstore = importlib.import_module("obstore")
         self._exists = importlib.import_module("obstore.exceptions").AlreadyExistsError
         self._store, self._patient, self.url = store, patient, url
@@ -92,10 +93,10 @@ class Bucket:
     def list(
         self, prefix: str, known: Mapping[str, ObjectMeta] | None = None
     ) -> dict[str, ObjectMeta]:
-        """All objects in a folder that have bytes, by name; asks even while others would fail.
+        """Return all nonempty objects in a folder, by name; sends a request even after a failure.
 
-        Those of `known` that are as they were come back themselves: a hundred thousand new Python
-        objects would make its collector stop the process.
+        Unchanged entries of `known` are returned themselves: a hundred thousand new Python objects
+        would make the garbage collector stop the process.
         """
         found = dict[str, ObjectMeta]()
         with self._asking(reading=True):
@@ -110,14 +111,14 @@ class Bucket:
         return found
 
     def range(self, name: str, start: int, length: int) -> memoryview:
-        """Bytes of an object; fewer if it ends before."""
+        """Read bytes of an object; fewer than `length` at its end."""
         self.check()
         with self._asking(reading=True):
             found = self._obstore.get_range(self._store, name, start=start, length=length)
             return memoryview(found)
 
     def begin(self, name: str, length: int) -> tuple[bytes, dict[str, str]]:
-        """The first bytes of an object, and its attributes."""
+        """Read the first bytes of an object, and its attributes."""
         self.check()
         with self._asking(reading=True):
             options = {"range": (0, length)}
@@ -127,7 +128,7 @@ class Bucket:
     def put(
         self, name: str, content: bytes | bytearray, attributes: Mapping[str, str] | None = None
     ) -> bool:
-        """Put an object; False if there is one of this name, which stays."""
+        """Put an object; False if one of this name exists, which stays."""
         with self._asking():
             try:
                 self._obstore.put(
@@ -143,7 +144,7 @@ class Bucket:
             return True
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete objects, of which some may be gone, by a thousand in a request."""
+        """Delete objects, which need not exist, by a thousand in a request."""
         if names:
             with self._asking():
                 self._obstore.delete(self._patient, names)
@@ -156,12 +157,12 @@ class Bucket:
         except FileNotFoundError:
             raise
         except Exception as error:
-            # Among others what `obstore` raises, whose classes are its own.
+            # `obstore` raises exceptions of its own classes, among others.
             self.failures += 1
             failure = error
             raise OSError(errno.EIO, _first_line(error)) from error
         finally:
-            # Who may only read has no right to write, which says nothing of reads.
+            # A server without the right to write can still read.
             if reading:
                 self._note(failure)
 
@@ -180,9 +181,9 @@ class Bucket:
 
 
 def open_bucket(config: ImpressConfig) -> Bucket | None:
-    """The bucket and prefix that `--impress-store` names, if it does; nothing is asked of it yet.
+    """Open the bucket and prefix of `--impress-store`, if it is given, without a request to it.
 
-    Credentials and endpoint are those of the environment, as `obstore` takes them. Reads fail after
+    `obstore` takes credentials and endpoint from the environment. Reads fail after
     `--impress-io-timeout`.
 
     Raises:
@@ -203,7 +204,7 @@ def open_bucket(config: ImpressConfig) -> Bucket | None:
         "base": 2,
     }
     retry = {"max_retries": _RETRIES, "retry_timeout": seconds, "backoff": backoff}
-    # Only an endpoint that the operator names has no TLS.
+    # Only an endpoint that the operator gives can be without TLS.
     client = {"connect_timeout": seconds, "allow_http": True}
     try:
         # A whole segment takes longer than a range of it.
@@ -222,7 +223,7 @@ def _first_line(error: BaseException) -> str:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class FetchedObject:
-    """An object that may be opened, and the local file that it is fetched into."""
+    """An object that may be opened, and the local file into which it is fetched."""
 
     name: str
     info: SegmentInfo
@@ -233,18 +234,18 @@ class FetchedObject:
     idle_since: float = dataclasses.field(default_factory=time.monotonic)
     ranges: dict[int, Future[None]] = dataclasses.field(default_factory=dict)
     whole: bool = False
-    """Whether all of it is there, and verified."""
+    """Whether all of it is fetched and verified."""
     leaves: bool = False
-    """Whether its bytes are counted elsewhere."""
+    """Whether it becomes a file of the store, which counts its bytes."""
     ended: bool = False
-    """Whether it is opened no more: its descriptor is closed after the last reader."""
+    """Whether it can no longer be opened; its descriptor is closed after the last reader."""
 
 
 class BucketFiles(FileSystem):
-    """Opens, reads and closes objects; the rest of a file system is the local one's."""
+    """Opens, reads and closes objects; other methods are those of local files."""
 
     def __init__(self, bucket: Bucket, directory: StoreDirectory, most_bytes: int) -> None:
-        """`most_bytes`: of the objects that are open at once."""
+        """`most_bytes`: limit on the total size of open objects."""
         self._bucket, self._directory, self._files = bucket, directory, directory.files
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
@@ -254,13 +255,13 @@ class BucketFiles(FileSystem):
 
     @property
     def open_bytes(self) -> int:
-        """Bytes of the local files of objects, if all of these were fetched."""
+        """Bytes that the local files of open objects have once they are fetched."""
         return sum(file.size for file in list(self._of_descriptor.values()) if not file.leaves)
 
     def path_of(self, name: str, info: SegmentInfo) -> Path:
-        """Where an object of this name is opened, which must be that segment."""
+        """Return the path by which `open` opens an object, which must be that segment."""
         path = _path_of(info)
-        # As any unfinished file it goes at the next start.
+        # Like any unfinished file it is removed at the next start.
         local = self._directory.segment_path(uuid.uuid4().hex)
         local = local.with_name(local.name + TEMPORARY_SUFFIX)
         with self._lock:
@@ -270,11 +271,11 @@ class BucketFiles(FileSystem):
         return path
 
     def stat(self, path: Path | str) -> os.stat_result:
-        """Only its size means something."""
+        """Return a status of which only the size is valid."""
         return os.stat_result((0, 0, 0, 0, 0, 0, self._find(path).size, 0, 0, 0))
 
     def open(self, path: Path, flags: int) -> int:
-        """Open an object of `path_of`; an `OSError` also if too much is open."""
+        """Open a path of `path_of`; raises `OSError` also if too many bytes are open."""
         with self._lock:
             file = self._find(path)
             if file.descriptor < 0:
@@ -295,12 +296,12 @@ class BucketFiles(FileSystem):
 
     def _find(self, path: Path | str) -> FetchedObject:
         if (file := self._of_path.get(Path(path))) is None:
-            # It has become a file since it was looked for.
+            # It has become a file of the store since the caller got its path.
             raise OSError(errno.EAGAIN, f"{path} is fetched no more")
         return file
 
     def close(self, descriptor: int) -> None:
-        """End one reader; the file stays for others until it is whole, or `end`."""
+        """End one reader; the file stays until it is whole, or until `end`."""
         with self._lock:
             file = self._of_descriptor[descriptor]
             file.users -= 1
@@ -308,7 +309,7 @@ class BucketFiles(FileSystem):
             self._close_ended(file)
 
     def read(self, descriptor: int, offset: int, target: memoryview) -> None:
-        """Fill `target`; what is not there is fetched, once, whoever waits for it."""
+        """Fill `target`; missing ranges are fetched once, also for several concurrent readers."""
         file = self._of_descriptor[descriptor]
         if not file.whole:
             for number in range(offset // RANGE_BYTES, -(-(offset + len(target)) // RANGE_BYTES)):
@@ -316,7 +317,7 @@ class BucketFiles(FileSystem):
         self._files.read(descriptor, offset, target)
 
     def engine(self, name: str, depth: int) -> BlockEngine:
-        """Threads, more than for a drive: they wait for the network."""
+        """Return an engine with more threads than for a drive, as they wait for the network."""
         return ThreadEngine(MOST_READS, self.read, MOST_READS)
 
     def _fetch(self, file: FetchedObject, number: int) -> None:
@@ -333,16 +334,17 @@ class BucketFiles(FileSystem):
             mine.set_result(None)
         except BaseException as error:
             with self._lock:
-                # Whoever asks later tries again.
+                # A later read tries again.
                 del file.ranges[number]
             mine.set_exception(error)
             raise
 
     def complete(self) -> Iterator[FetchedObject]:
-        """Fetch the rest of objects that nobody reads; yields those whole then, to be `end`ed.
+        """Fetch the missing ranges of objects without readers; yields the objects that are whole.
 
-        What fails, or is damaged, is dropped, and fetched anew when it is read again. It is not
-        deleted: the drive or the memory of this server may be at fault.
+        The caller passes these to `end`. An object that fails or is damaged is dropped, and fetched
+        again when it is read again. It is not deleted from the bucket, because the drive or the
+        memory of this server may be at fault.
         """
         for file in list(self._of_descriptor.values()):
             idle = time.monotonic() - file.idle_since
@@ -368,8 +370,8 @@ class BucketFiles(FileSystem):
             self.close(file.descriptor)
 
     def end(self, file: FetchedObject, keep: Callable[[Path], None] | None = None) -> None:
-        """Let an object be opened no more; `keep` moves its file, which is removed otherwise. Who
-        reads it goes on."""
+        """Remove an object's path; `keep` moves its file, which is removed otherwise. Readers can
+        continue."""
         try:
             if keep is not None:
                 keep(file.local)
@@ -381,8 +383,8 @@ class BucketFiles(FileSystem):
                 self._files.unlink(file.local)
 
     def forget(self) -> None:
-        """Remove the files of all objects; who still waits for one keeps its descriptor, which must
-        not become another file's."""
+        """Remove the files of all objects; a reader that still waits for one keeps its descriptor,
+        which must not become another file's."""
         for file in list(self._of_path.values()):
             self.end(file)
 
@@ -395,7 +397,7 @@ class BucketFiles(FileSystem):
 
 
 def read_begun(bucket: Bucket, name: str, size: int) -> tuple[SegmentInfo, dict[str, str]]:
-    """What the header of an object says, and its attributes."""
+    """Read the header and the attributes of an object."""
     content, attributes = bucket.begin(name, _HEADER_BYTES)
 
     def read(offset: int, length: int) -> bytes:

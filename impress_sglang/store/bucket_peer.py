@@ -1,12 +1,13 @@
-"""A bucket as another server of the model: what it has enters the tree, what is stored goes there.
+"""A bucket as a peer: its segments enter the tree, and new segments of this server are uploaded.
 
     <prefix>/<identity>/key                               of the namespaces, see `directory.py`
                        /segments/<namespace>/<digest>.kv  a segment file
                        /orders/<digest>.json              an order to purge
 
-Objects never change. The digest is of what a segment is, but for its name: who stores the same
-later finds it there. What is above the quota, oldest first, is the same for all servers: none uses
-it from then on, and any deletes it after `GRACE_SECONDS`. So no server has a lease.
+Objects never change. The digest is of a segment's description without its id, so a server that
+stores the same tokens later finds the object. All servers agree which objects exceed the quota: the
+oldest. No server uses these any more, and any server deletes them after `GRACE_SECONDS`. So no
+server needs a lease.
 """
 
 from __future__ import annotations
@@ -44,24 +45,25 @@ from impress_sglang.threads import BackgroundThread
 
 logger = logging.getLogger(__name__)
 
+# Seconds between two list requests.
 LOOK_SECONDS = 2.0
-# Of the time, no more than this share is spent on lists.
+# Fraction of the time that may be spent listing objects.
 _LOOK_SHARE = 0.05
 GRACE_SECONDS = 60.0
 _KEY, _SEGMENTS, _ORDERS = "key", "segments", "orders"
 _HEADER_THREADS = 8
-# Of an object that is refused while others are read.
+# Attempts to upload an object that is refused while reads succeed.
 _MOST_ATTEMPTS = 5
-# How many are read before others hear of them, and orders are heard.
+# Number of headers read before these segments are announced and orders are read.
 _LEARNT_TOGETHER = 512
-# For how long one poll sends what is left.
+# Seconds per poll that may be spent on segments of an earlier process.
 _MOST_SECONDS = 0.005
-# Of an object that is put at once.
+# Largest object that a single PUT accepts.
 _MOST_BYTES = 5 << 30
 
 
 class BucketPeer:
-    """What a bucket has of a model. The store's thread owns it; other threads do the work."""
+    """A model's objects in a bucket. Thread: the store's; requests run on other threads."""
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class BucketPeer:
         bucket: Bucket,
         news: collections.deque[PeerEvent],
     ) -> None:
-        """Ask for nothing yet but the key of the namespaces; `news` gets what is new.
+        """Agree with the bucket on the key of the namespaces; `news` gets events from `begin` on.
 
         Raises:
             ConfigError: the bucket has another key than a directory that has segments, or it does
@@ -80,26 +82,29 @@ class BucketPeer:
         self._root = directory.identity
         self._share_key()
         self.home = Path(bucket.url)
-        """Stands for the bucket where other servers' folders are named."""
+        """`home` of the bucket's segments; other servers' segments have a folder there."""
         self.files = BucketFiles(bucket, directory, bytes_of(config.ssd_gb))
         self._most_bytes = bytes_of(config.store_gb)
         self._lock = threading.RLock()
         self._listed: dict[str, ObjectMeta] = {}
         self._listed_bytes = 0
-        # Objects whose segments are known, which name the objects they build on; None: one that
-        # cannot be understood.
+        # Segments by object name, each with the name of the object it builds on; None for an
+        # object that cannot be used.
         self._known: dict[str, StoredSegment | None] = {}
+        # Names of the orders that were read or written.
         self._heard: set[str] = set()
+        # Objects above the quota, and since when.
         self._doomed: dict[str, float] = {}
-        # Those to be deleted, since when, and which object of that name.
+        # Objects to be deleted: since when, and which object of that name.
         self._deleting: dict[str, tuple[float, ObjectMeta | None]] = {}
-        # To purge, which are still to be told.
+        # Orders to purge that are not uploaded yet.
         self._orders: collections.deque[Mapping[str, Any]] = collections.deque()
-        # Segments of an earlier process.
+        # Segments of an earlier process that may not be uploaded yet.
         self._left: collections.deque[StoredSegment] = collections.deque()
         self.whole: collections.deque[FetchedObject] = collections.deque()
-        """Objects that have become whole local files, which must be ended."""
-        # Segments of ours that are what an object is, or would be, what they build on, and age.
+        """Objects that are whole local files; `BucketFiles.end` must be called for each."""
+        # Segments of this server by the name of their object, which need not exist; the name of
+        # the object they build on; and the time of writing.
         self._own: dict[str, tuple[SegmentInfo, str, float]] = {}
         self.sent = 0
         self._stop, self._looked = threading.Event(), False
@@ -122,7 +127,7 @@ class BucketPeer:
                 raise ConfigError(
                     f"--impress-store {self._bucket.url} cannot be used: {error}"
                 ) from error
-            # It was agreed upon before.
+            # An earlier process has agreed on it.
             return
         if key != self._directory.key:
             if not is_new:
@@ -133,7 +138,7 @@ class BucketPeer:
             self._directory.take_key(key)
 
     def name_of(self, info: SegmentInfo) -> str:
-        """The name of a segment's object, by what it is."""
+        """Return the name of a segment's object, a digest of its description and tokens."""
         fields = json.loads(info.description())
         for field in ("segment_id", "expires", "priority"):
             fields.pop(field, None)
@@ -142,31 +147,31 @@ class BucketPeer:
         return f"{self._root}/{_SEGMENTS}/{info.namespace}/{digest.hexdigest()}.kv"
 
     def path_of(self, info: SegmentInfo) -> Path:
-        """Where `files` opens a segment."""
+        """Return the path by which `files` opens a segment."""
         return self.files.path_of(self.name_of(info), info)
 
     def begin(self, segments: Iterable[StoredSegment], orders: Iterable[Mapping[str, Any]]) -> None:
-        """Begin to follow; `segments` and `orders` are what an earlier process has left."""
+        """Start the threads; `segments` and `orders` are those of an earlier process."""
         self._left.extend(segment for segment in segments if segment.home is None)
         self._orders.extend(orders)
         self._looker.submit(self._follow)
         self._keeper.submit(self._keep)
 
-    # What the store's thread tells.
+    # Called on the store's thread.
 
     def catch_up(self) -> None:
-        """Send what an earlier process has not sent, once orders that came since are obeyed."""
+        """Upload the segments of an earlier process, once all orders to purge are done."""
         if self._looked and not self._news:
             until = time.monotonic() + _MOST_SECONDS
             while self._left and time.monotonic() < until:
                 segment = self._left.popleft()
                 if segment.ready and not segment.info.reordered:
-                    # What the quota has deleted does not come back for a restart.
+                    # A restart must not bring back what the quota has deleted.
                     fits = not self._most_bytes or self._listed_bytes < self._most_bytes
                     self.stored(segment, send=fits)
 
     def stored(self, segment: StoredSegment, *, send: bool = True) -> None:
-        """Put a segment of ours, whose file is durable, in the background."""
+        """Upload a segment of this server, whose file is durable, in the background."""
         name, above = self.name_of(segment.info), segment.parent
         above_name = self.name_of(above.info) if above is not None and above.on_disk else ""
         with self._lock:
@@ -175,34 +180,36 @@ class BucketPeer:
             self._sender.submit(self._send, name)
 
     def lost(self, segment: StoredSegment) -> None:
-        """Let the object stand for a segment that left the tree; if it was purged or has expired,
-        the object is told of like any other, and goes for the same reason."""
+        """Announce the object of a segment that left the tree, which replaces it there.
+
+        The object of a purged or expired segment is announced, too, and removed for that reason.
+        """
         name = self.name_of(segment.info)
         with self._lock:
             uploaded = self._own.get(name)
             if uploaded is not None and uploaded[0].segment_id == segment.segment_id:
                 del self._own[name]
             if segment.home != self.home and name not in self._doomed:
-                # That it is elsewhere now is no use of it, nor of what it builds on.
+                # This is not a use of the segment, nor of its ancestors.
                 self._announce(name, LEAST)
 
     def delete(self, segment: StoredSegment) -> None:
-        """Delete the object of a segment with the next look; one that has expired may be read for
-        a while."""
+        """Delete the object of a segment at the next `look`; that of an expired segment after
+        `GRACE_SECONDS`, because other servers may read it."""
         since = time.monotonic() if segment.due <= time.time() else -math.inf
         name = self.name_of(segment.info)
         with self._lock:
             known = self._known.get(name)
-            # What was stored anew has the same name.
+            # An object that was stored again has the same name.
             if known is not None and known.segment_id == segment.segment_id:
                 self._deleting[name] = since, self._listed.get(name)
 
     def tell(self, order: Mapping[str, Any]) -> None:
-        """Tell all servers an order to purge."""
+        """Upload an order to purge, for all servers."""
         self._orders.append(order)
 
     def has_own(self, segment: StoredSegment) -> bool:
-        """Whether a segment of ours has the same tokens as one of the bucket."""
+        """Whether a segment of this server has the same tokens as a segment of the bucket."""
         return self.name_of(segment.info) in self._own
 
     def _announce(self, name: str, last_access: int = 0) -> None:
@@ -213,11 +220,11 @@ class BucketPeer:
             fresh = known.apart(last_access=last_access, above=above)
             self._news.append(PeerEvent(added=fresh, far=True))
 
-    # What other threads do.
+    # Called on other threads.
 
     def _send(self, name: str) -> None:
         uploaded = self._own.get(name)
-        # Evicted before it was sent, or there; if that is going to be deleted, `look` sends anew.
+        # Evicted before its upload, or uploaded already; `look` uploads again what it deletes.
         if uploaded is None or name in self._listed or self._stop.is_set():
             return
         info, above, written = uploaded
@@ -235,7 +242,7 @@ class BucketPeer:
             return
         attributes = {"written": repr(written), "above": above}
         for attempt in itertools.count(1):
-            # Purged, or evicted, while the store did not answer.
+            # Purged or evicted while the object store did not answer.
             if self._own.get(name) is not uploaded or self._stop.is_set():
                 return
             try:
@@ -254,7 +261,7 @@ class BucketPeer:
             try:
                 self.look()
             except OSError as error:
-                # Of reads the bucket has told.
+                # `Bucket` has logged a failure of reads.
                 logger.debug("a look has failed: %s", error)
             except Exception:
                 logger.exception("what is in %s cannot be followed", self._bucket.url)
@@ -262,37 +269,37 @@ class BucketPeer:
             self._stop.wait(min(max(LOOK_SECONDS, took / _LOOK_SHARE), 4 * LOOK_SECONDS))
 
     def _hear(self, names: Iterable[str]) -> None:
-        """Hear the new ones of these orders."""
+        """Read the new orders among these objects."""
         for name in names:
             if name.startswith(f"{self._root}/{_ORDERS}/") and name not in self._heard:
-                # Some are gone again, or are none.
+                # An order may be deleted meanwhile, or not be JSON.
                 with contextlib.suppress(ValueError, FileNotFoundError):
                     order, _ = self._bucket.begin(name, 1 << 24)
                     self._heard.add(name)
                     self._news.append(PeerEvent(purge=json.loads(order), far=True))
 
     def look(self) -> None:
-        """See what is new, and do what is to be done, on the caller's thread.
+        """List the bucket, announce changes, upload orders and delete objects that are due.
 
-        A list may have 100,000 objects: nothing is done to all of them at once while the lock is
-        held, or in a call that keeps other threads waiting.
+        A list may have 100,000 objects, so no loop over all of them holds the lock, nor does a
+        single call that holds the GIL process all of them.
 
         Raises:
             OSError: the store does not answer, or refuses.
         """
         if not self._bucket.answers:
-            # Reads go on once it does; a list of all takes longer.
+            # Reads resume as soon as it answers; a list of all objects takes longer.
             self._hear(self._bucket.list(f"{self._root}/{_ORDERS}"))
-        # Only this thread changes these.
+        # Changed only by this thread.
         known, before, doomed_before = self._known, self._listed, self._doomed
         listed, segments = self._bucket.list(self._root, before), f"{self._root}/{_SEGMENTS}/"
         others = [name for name in listed if not name.startswith(segments)]
         orders = {name: listed.pop(name) for name in others}
         self._hear(orders)
         listed_bytes = sum(entry.size for entry in listed.values())
-        # A list may lag behind: it takes two to believe that an object is gone.
+        # A list may be stale: an object is gone once it is missing in two.
         gone = [name for name in known if name not in listed and name not in before]
-        # Deleted, and stored anew by another server.
+        # Deleted, and stored again by another server.
         gone += [name for name in known if listed.get(name, (was := before.get(name))) is not was]
         doomed = self._doom(listed, listed_bytes)
         with self._lock:
@@ -301,7 +308,7 @@ class BucketPeer:
         new = [name for name in listed if name not in known and name not in doomed]
         self._learn(sorted(new, key=lambda name: listed[name].modified))
         self._looked = True
-        # Last, because who may only read goes no further.
+        # Last, because it fails without the right to write.
         while self._orders:
             content = json.dumps(self._orders[0], sort_keys=True).encode()
             digest = hashlib.blake2b(content, digest_size=16).hexdigest()
@@ -327,7 +334,8 @@ class BucketPeer:
         left = [name for name in doomed_before if name not in listed]
         for name in {*due, *late, *left}:
             uploaded, was = self._own.get(name), before.get(name)
-            # What was stored since is sent anew. Of what is due, all that is ours is that.
+            # Segments stored since the object are uploaded again; for objects that were due, these
+            # are all segments of this server.
             if uploaded and (name in due or was is None or uploaded[2] > was.modified.timestamp()):
                 self._sender.submit(self._send, name)
 
@@ -338,7 +346,7 @@ class BucketPeer:
                     self._news.append(PeerEvent(gone=known.segment_id, far=True))
 
     def _doom(self, listed: Mapping[str, ObjectMeta], listed_bytes: int) -> dict[str, float]:
-        """The oldest objects above the quota, and since when they are not used."""
+        """Return the oldest objects, which exceed the quota, and since when they are not used."""
         excess, doomed = listed_bytes - self._most_bytes, dict[str, float]()
         if not self._most_bytes or excess <= 0:
             return doomed
@@ -357,7 +365,7 @@ class BucketPeer:
         return doomed
 
     def _learn(self, names: Sequence[str]) -> None:
-        """Read the headers of new objects, several at a time; what builds on others is newer."""
+        """Read the headers of new objects, oldest first, so that parents precede children."""
         for first in range(0, len(names), _LEARNT_TOGETHER):
             if first:
                 self._hear(self._bucket.list(f"{self._root}/{_ORDERS}"))
@@ -396,7 +404,6 @@ class BucketPeer:
             self.whole.extend(self.files.complete())
 
     def summary(self) -> dict[str, Any]:
-        """Sizes and counters for the statistics page."""
         return {
             "state": "ok" if self._bucket.answers else "degraded",
             "objects": len(self._listed),
@@ -409,7 +416,7 @@ class BucketPeer:
         }
 
     def close(self, seconds: float) -> None:
-        """End the threads, or leave them behind if that takes more than `seconds`."""
+        """End the threads, or leave them running if that takes more than `seconds`."""
         self._stop.set()
         until = time.monotonic() + seconds
         for thread in (self._looker, self._keeper, self._sender, *self._readers):

@@ -1,8 +1,9 @@
-"""Finds stored tokens anywhere in a prompt: the windows of all exact segments, by their content.
+"""Finds stored tokens anywhere in a prompt: an index of the windows of all exact segments.
 
-A segment's tokens are cut into windows of 64 from its start on. All windows of a prompt are looked
-up in a dictionary; around one that is known, the run of equal tokens is found, both ways. So stored
-text of at least 127 tokens is found wherever it is in a prompt. A hash alone decides nothing.
+A segment's tokens are cut into windows of 64 tokens, from its start. All windows of a prompt are
+looked up in a dictionary, and each match is extended in both directions to the run of equal tokens.
+So stored text of at least 127 tokens is found wherever it is in a prompt. A match is decided by
+comparing tokens, not by hashes.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from impress_sglang.store.prefix_hashes import Hashes, PrefixHashes
 from impress_sglang.store.stored import StoredSegment, StoredSpan
 
 WINDOW_TOKENS = 64
-# How many equal windows, in different segments or in one, are compared with a prompt, the oldest
-# first; text that occurs everywhere need not be found everywhere.
+# Number of equal windows, of any segments, that are compared with a prompt, oldest first; text that
+# occurs everywhere need not be found everywhere.
 SAME_WINDOWS = 4
-# A value is the `id` of a segment and, in these lower bits, the number of a window.
+# A value is the `id` of a segment and, in these lower bits, the index of a window.
 _WINDOW_BITS = 32
 _WINDOW_MASK = (1 << _WINDOW_BITS) - 1
-# A table of counts has at least so many places, and for each of its windows: so few others are
-# looked up in vain. It has no more than so many times what it needs.
+# Minimum size of a table of counts, in total and per window, so that few lookups are in vain; and
+# its maximum size, as a multiple of that.
 _FEWEST = 1 << 12
 _PLACES_EACH = 16
 _MOST_TIMES = 8
-# So many tokens are compared at first.
+# Number of tokens in the first comparison.
 _FIRST_COMPARED = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """Tokens of a prompt, from `start` on, that equal those of a span."""
+    """Tokens of a prompt, from `start` on, that equal the tokens of a span."""
 
     start: int
     span: StoredSpan
@@ -49,16 +50,16 @@ class Run:
 
     @property
     def stop(self) -> int:
-        """Where it ends in the prompt."""
+        """End of the run in the prompt."""
         return self.start + len(self.span)
 
     @property
     def shift(self) -> int:
-        """How many positions later its tokens are than where they were computed."""
+        """Position of the tokens in the prompt, less their position when they were computed."""
         return self.start - self.span.segment.info.prefix_len - self.span.start
 
     def part(self, start: int, stop: int) -> Run:
-        """The part of the run in [start, stop) of the prompt, at least one token."""
+        """Return the part of the run in [start, stop) of the prompt, at least one token."""
         start, stop = max(start, self.start), min(stop, self.stop)
         assert start < stop
         first = self.span.start - self.start
@@ -66,26 +67,26 @@ class Run:
 
 
 def meets(runs: Sequence[Run], starts: Indices, length: int) -> Flags:
-    """Which of the windows of `length` tokens that begin at `starts` have a token of a run.
+    """Return which windows of `length` tokens, with the given `starts`, have a token of a run.
 
     `runs` are in order, without overlap; `starts` int64 [w]; returns bool [w].
     """
     if not runs:
         return np.zeros(len(starts), np.bool_)
     begins, stops = np.array([(run.start, run.stop) for run in runs]).T
-    # Of the runs that begin before a window ends, the last one ends last.
+    # The last run that begins before a window ends is also the one that ends last.
     last = np.searchsorted(begins, starts + length) - 1
     found: Flags = (last >= 0) & (stops[last] > starts)
     return found
 
 
 class _Counts:
-    """By the lower bits of keys, how many windows of some segments have them."""
+    """Counts the windows of some segments, by the lower bits of their keys."""
 
     def __init__(self, num_places: int) -> None:
         self._counts = np.zeros(num_places, np.int32)
         self.keys = dict[StoredSegment, Hashes]()
-        """Of the windows that are counted, by their segment."""
+        """Keys of the counted windows, by segment."""
         self.num_windows = 0
 
     def __len__(self) -> int:
@@ -96,11 +97,11 @@ class _Counts:
         self.count(keys, 1)
 
     def of(self, keys: Hashes) -> npt.NDArray[np.int32]:
-        """How many windows there may be of each of these keys."""
+        """Return upper bounds on the numbers of windows with these keys."""
         return self._counts[self._places(keys)]
 
     def count(self, keys: Hashes, more: int) -> None:
-        """Count windows: `more` is 1, or -1 if they go."""
+        """Add `more`, 1 or -1, to the counts of windows."""
         np.add.at(self._counts, self._places(keys), more)
         self.num_windows += more * len(keys)
 
@@ -109,21 +110,21 @@ class _Counts:
 
 
 class ContentIndex:
-    """Windows of the exact segments of a tree; not thread-safe, the tree's thread owns it."""
+    """Windows of the exact segments of a tree. Thread: the tree's."""
 
     def __init__(self) -> None:
-        # Nobody can send text whose windows all have one key.
+        # A client cannot send text whose windows all have one key.
         self._hashes = PrefixHashes()
         self._segments: dict[int, StoredSegment] = {}
-        # Nearly all windows have a key of their own: the values of others are in `_more`.
+        # The oldest window of each key, and the others. Nearly all keys have one window.
         self._first: dict[int, int] = {}
         self._more: dict[int, dict[int, None]] = {}
-        # Of few windows that are not known the key is looked up: these are asked of all at once.
-        # The last one counts what comes, and takes over what others have, a little each time.
+        # Filters the windows of a prompt in one vectorized step, so that few keys are looked up in
+        # vain. The last table counts new segments, and takes over those of the others step by step.
         self._tables = [_Counts(_FEWEST)]
 
     def __len__(self) -> int:
-        """How many windows can be found."""
+        """Number of indexed windows."""
         return len(self._first) + sum(map(len, self._more.values()))
 
     def add(self, segment: StoredSegment) -> None:
@@ -139,7 +140,7 @@ class ContentIndex:
                 self._more.setdefault(key, {})[value] = None
 
     def discard(self, segment: StoredSegment) -> None:
-        """Forget a segment, if it is there."""
+        """Remove a segment, if it is indexed."""
         if self._segments.pop(id(segment), None) is None:
             return
         table = next(table for table in self._tables if segment in table.keys)
@@ -159,11 +160,11 @@ class ContentIndex:
     def find(
         self, namespace: str, tokens: Tokens, start: int = 0, *, only_ready: bool = True
     ) -> tuple[Run, ...]:
-        """The runs of a prompt from `start` on, in order and without overlap.
+        """Return the runs of a prompt from `start` on, in order and without overlap.
 
-        A run extends until the segment ends or the tokens differ, in both directions; where several
-        segments have a window, the longest run is taken. The time is linear in the tokens scanned,
-        whatever they are. `only_ready`: leave out segments that cannot be read now.
+        A run extends in both directions until the segment ends or the tokens differ; if several
+        segments have a window, the longest run is taken. The time is linear in the number of
+        scanned tokens, for any tokens. `only_ready`: leave out segments that cannot be read now.
         """
         keys = self._hashes.all_windows(namespace, tokens[start:], WINDOW_TOKENS)
         likely = np.flatnonzero(sum(table.of(keys) for table in self._tables))
@@ -174,7 +175,7 @@ class ContentIndex:
                 continue
             run = self._longest(namespace, tokens, first, at, key, only_ready)
             if run is None:
-                # In periodic text, a segment that is not ready may match at every place.
+                # In periodic text, a segment that is not ready may match at every position.
                 vain += 1
                 position = at + min(vain, WINDOW_TOKENS)
             else:
@@ -190,7 +191,7 @@ class ContentIndex:
         same = itertools.chain([self._first[key]], self._more.get(key, ()))
         for value in itertools.islice(same, SAME_WINDOWS):
             segment = self._segments[value >> _WINDOW_BITS]
-            # The seed keeps namespaces apart; this does so even where hashes are equal.
+            # Keys differ between namespaces, unless hashes collide.
             if segment.info.namespace != namespace or (only_ready and not segment.may_be_read(now)):
                 continue
             start = (value & _WINDOW_MASK) * WINDOW_TOKENS
@@ -203,13 +204,13 @@ class ContentIndex:
         return best
 
     def _count(self, segment: StoredSegment, keys: Hashes) -> None:
-        """Count the windows of a new segment, in a new table if the last one has a wrong size."""
+        """Count the windows of a new segment, in a new table if the last one has the wrong size."""
         total = len(keys) + sum(table.num_windows for table in self._tables)
         needed = max(_PLACES_EACH * total, _FEWEST)
         if not needed <= len(self._tables[-1]) <= _MOST_TIMES * needed:
             self._tables.append(_Counts(1 << (2 * needed - 1).bit_length()))
         self._tables[-1].add(segment, keys)
-        # By the time that a table is full, it is the only one.
+        # Moving twice the new windows makes a table the only one before it is full.
         left = 2 * len(keys)
         while len(self._tables) > 1 and left > 0:
             if (old := self._tables[0]).keys:
@@ -222,13 +223,13 @@ class ContentIndex:
 
 
 def _values(segment: StoredSegment, keys: Hashes) -> list[tuple[int, int]]:
-    """Values and keys of the windows of a segment."""
+    """Return values and keys of the windows of a segment."""
     first = id(segment) << _WINDOW_BITS
     return [(first + at, key) for at, key in enumerate(keys.tolist())]
 
 
 def _equal(left: Tokens, right: Tokens) -> int:
-    """How many leading tokens are equal; takes no longer than there are."""
+    """Return the number of equal leading tokens, in time linear in it."""
     done, size = 0, _FIRST_COMPARED
     while True:
         equal = common_prefix_len(left[done : done + size], right[done : done + size])
