@@ -1,7 +1,7 @@
-"""What opening a store needs of its disk: the folder and its lock, its segments, the free space.
+"""Opens the disk of a store: the folder and its lock, its segments, the free space.
 
-All of this may take as long as the disk likes, so a running server does it on another thread; the
-result then belongs to the store's thread. No memory for caches is allocated here.
+None of this has a time limit, so a running server does it on another thread; afterwards the store's
+thread owns the result. No memory for caches is allocated here.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ from impress_sglang.threads import BackgroundThread
 
 logger = logging.getLogger(__name__)
 
-# From this number of segments on, a store is large.
+# A store of at least this many segments is large.
 _MANY = 10_000
-# Seconds between records of uses; a process that is killed loses those since the last one.
+# Seconds between records of uses; a process that is killed loses the uses since the last one.
 NOTE_SECONDS = 60.0
-# How many uses are recorded at once: this takes less than a millisecond.
+# Maximum number of uses per record, which takes less than a millisecond.
 NOTED_TOGETHER = 500
 
 
 Answer: TypeAlias = tuple[frozenset[str] | None, Exception | None]
-"""What a probe found: the names of the finished segments if they can be read, and what failed."""
+"""Result of a probe: ids of the finished segments, None if the folder cannot be read; and the error
+of what failed, if anything did."""
 
 
 class StoreDisk:
@@ -64,9 +65,9 @@ class StoreDisk:
         files: FileSystem | None = None,
         directory: StoreDirectory | None = None,
     ) -> None:
-        """Lock a folder, and find what an earlier process left in it.
+        """Lock a folder, and recover the segments of earlier processes.
 
-        `directory`: locked by the caller; None for the first that is free.
+        `directory`: a folder locked by the caller; None for the first free one.
 
         Raises:
             ConfigError: the directory cannot be used.
@@ -94,7 +95,7 @@ class StoreDisk:
                 if (kept := self.directory.get(CODING)) is not None:
                     self.meter.restore(kept)
                 self.health.free_bytes = self.files.free_bytes(self.directory.path)
-                # Of its own, as writes may hang.
+                # Separate from the worker, whose writes may hang.
                 self._prober = BackgroundThread("impress-probe")
                 undo.callback(self._prober.close, self._seconds)
                 content = None if config.blend == OFF else ContentIndex()
@@ -103,7 +104,7 @@ class StoreDisk:
                 most = bytes_of(config.ssd_gb) // 2
                 self.pins = Pins(self.directory, self.worker, self.tree, most)
                 self.others = other_stores(self.files, self.directory.path)
-                """Stores of other models, latest first, and their bytes."""
+                """Stores of other models and their bytes, latest store first."""
             except OSError as error:
                 raise ConfigError(
                     f"--impress-ssd-dir {config.ssd_path} cannot be read: {error}"
@@ -121,11 +122,11 @@ class StoreDisk:
         )
 
     def _recover(self, closing: contextlib.ExitStack) -> UnattachedSegments:
-        """Put the segments on the disk into the tree; own files without a place in it are removed.
+        """Attach the segments on the disk to the tree; remove own files that cannot be attached.
 
-        Garbage collection is off meanwhile, and a large tree is frozen, until `closing`: it has no
-        garbage before the store closes, with 100,000 segments each collection would take 0.4 s
-        longer, and requests would wait for it.
+        Garbage collection is off meanwhile. A large tree is frozen until `closing`: it has no
+        garbage before the store closes, and with 100,000 segments each collection would take 0.4 s
+        longer, for which requests would wait.
         """
         enabled = gc.isenabled()
         gc.disable()
@@ -133,13 +134,13 @@ class StoreDisk:
             found, unread = self.worker.recover()
             large = enabled and len(found) >= _MANY
             if large:
-                # Present garbage would be frozen, too; to collect it takes longer with the tree.
+                # Before the tree, which makes a collection slower; `freeze` keeps all garbage.
                 gc.collect()
             others = self.peers.begin(self.worker.journal.orders)
             places = UnattachedSegments(self.tree)
             useless, orphans = places.restore(found + others)
             if unread or self.peers.unreadable:
-                # They may build on a file that cannot be read now.
+                # Their parent may be a file that cannot be read now.
                 self.worker.unused_bytes += sum(segment.file_bytes for segment in orphans)
             else:
                 useless += orphans
@@ -153,7 +154,7 @@ class StoreDisk:
                 self.worker.delete({segment.segment_id: segment.file_bytes for segment in useless})
             if large:
                 gc.freeze()
-                # Then it is garbage, which the next opening of a store collects first.
+                # The tree is garbage then, which the next opening of a store collects first.
                 closing.callback(gc.unfreeze)
         finally:
             if enabled:
@@ -161,11 +162,10 @@ class StoreDisk:
         return places
 
     def only_in_bucket(self, segment: StoredSegment) -> bool:
-        """Whether only the bucket has a segment."""
         return self.bucket is not None and segment.home == self.bucket.home
 
     def open(self, segment: StoredSegment) -> OpenSegment:
-        """Open a segment's file, wherever it is; raises like `OpenSegment`."""
+        """Open a segment's file, in any folder or the bucket; raises as `OpenSegment`."""
         if self.bucket is not None and self.only_in_bucket(segment):
             path = self.bucket.path_of(segment.info)
             return OpenSegment(path, self.bucket.files, direct=False)
@@ -173,8 +173,8 @@ class StoreDisk:
         return OpenSegment(path, self.files, direct=self.direct)
 
     def remove_foreign(self, segments: Iterable[StoredSegment]) -> None:
-        """Remove objects, and files of folders that no server has; others are for their servers to
-        remove."""
+        """Remove objects of the bucket, and files in folders that no server has locked; a running
+        server removes its files itself."""
         names: dict[Path, set[str]] = {}
         for segment in segments:
             if self.bucket is not None and self.only_in_bucket(segment):
@@ -185,7 +185,7 @@ class StoreDisk:
             self.worker.submit(self.peers.trim, folder, math.inf, only)
 
     def begin(self, task: DiskTask | Suspect) -> Future[Any]:
-        """Begin what `health` finds due."""
+        """Start a task of `Health.due`."""
         if isinstance(task, Suspect):
             return self.worker.submit(self.worker.look, task.segment.info)
         if task is DiskTask.MEASURE:
@@ -193,16 +193,16 @@ class StoreDisk:
         return self._prober.submit(probe, self.directory)
 
     def note_uses(self) -> None:
-        """Record now and then which segments were used, so that it outlasts a killed process."""
+        """Record uses of segments periodically, so that they outlast a killed process."""
         if time.monotonic() < self._note_at:
             return
         if self._record_uses(NOTED_TOGETHER) < NOTED_TOGETHER:
             self._note_at = time.monotonic() + NOTE_SECONDS
 
     def close(self) -> None:
-        """Record when segments were used, end the threads and release the lock.
+        """Record uses of segments, end the threads and release the lock.
 
-        Work that does not end within `--impress-io-timeout` is left behind.
+        Work that does not end within `--impress-io-timeout` is left running.
         """
         self._record_uses(len(self.tree))
         self._closing.close()
@@ -219,7 +219,7 @@ class StoreDisk:
 
 
 def probe(directory: StoreDirectory) -> Answer:
-    """Find out what works of a disk that failed; a folder that was removed is made again."""
+    """Check whether a disk that failed can be read and written; recreates a removed folder."""
     segments = None
     try:
         try:

@@ -1,7 +1,7 @@
-"""The store's work on the disk in the background: writes, removals, second looks, the index.
+"""Works on the disk in the background: writes, removals, second looks, the index.
 
-One thread does it all in order, so that removals which make room precede the write that needs it.
-Results are futures. Failures are in these or are reported to `Health`, and are raised nowhere else.
+One thread does all of it in order, so that removals precede the write for which they make room.
+Results are futures. Failures are raised by these or reported to `Health`, and nowhere else.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from impress_sglang.threads import BackgroundThread, use_one_torch_thread
 
 logger = logging.getLogger(__name__)
 
-# What the disk has refused is tried again when it has recovered, and after this time.
+# Removals that the disk has refused are retried when it has recovered, and after this time.
 RETRY_S = 60.0
-# Looks that cannot read a segment although the disk answers. With the pauses between them at least
-# 15 seconds, by which a link that was reset is back.
+# Maximum number of looks that cannot read a segment although the disk answers. With the pauses
+# between them, they take at least 15 seconds, after which a link that was reset is back.
 MOST_LOOKS = 5
-# How many damaged segments are kept for whoever wants to find out what happened to them.
+# Number of damaged segments that are kept for an analysis of the damage.
 MOST_QUARANTINED = 4
-# Errors that blame a place on the medium, and not the machine or the caller.
+# Errors of a place on the medium, as opposed to the machine or the caller.
 _OF_MEDIA = frozenset(
     {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG, errno.EUCLEAN, errno.EREMOTEIO}
 )
 
 
 class DiskWorker(BackgroundThread):
-    """Works on the disk of a store, whose thread owns it; its own thread does the work.
+    """Works on the disk of a store. Thread: the store's, for the methods up to `unremoved`.
 
-    The store's thread submits calls of the methods that come after `unremoved`: they take long.
+    The store's thread submits calls of the methods after `unremoved` to the worker's thread.
     """
 
     def __init__(self, directory: StoreDirectory, health: Health, *, direct: bool) -> None:
@@ -60,30 +60,34 @@ class DiskWorker(BackgroundThread):
         self._directory, self._health, self._direct = directory, health, direct
         self.files = directory.files
         self.journal = Journal(self.files, directory.path)
-        # Small files that the disk has refused.
+        # Small files that the disk has refused, by name.
         self._unkept: dict[str, bytes] = {}
-        # Removals that it has refused, by segment or `QUARANTINE`, and bytes that wait for them.
+        # Removals that the disk has refused, by segment or `QUARANTINE`, and the bytes to remove.
         self._refused: dict[str, tuple[Callable[[], object], int]] = {}
         self._retried_at = 0.0
-        # Looks at segments that could not be read although the disk answered.
+        # Number of looks that could not read a segment although the disk answered.
         self._unreadable = Counter[str]()
-        # Bytes of all removals so far: the store's thread adds to the first, ours to the second.
+        # Bytes of all removals so far: the store's thread adds to the first, the worker's to the
+        # second.
         self._asked_bytes = self._removed_bytes = 0
         self.quarantined_bytes = 0
-        """Bytes of damaged segments that are kept; at first without those of earlier processes."""
+        """Bytes of damaged segments that are kept; before `recover` without earlier processes'."""
         self.progress = time.monotonic()
-        """When something was last done; as long as this time advances, work goes on."""
+        """Time of the last progress; while it advances, work continues."""
         self.unused_bytes = 0
-        """Bytes of files that could not be read at the start, and of what may build on them."""
+        """Bytes of files that could not be read at the start, and of their possible descendants."""
 
     def recover(self) -> tuple[list[StoredSegment], int]:
-        """Bring the index and the folder in line with each other, before anything else is done.
+        """Make index and folder consistent, before any other work.
 
-        Unfinished files are removed, damaged ones and those of another identity go to quarantine,
-        and files that cannot be read now stay where they are.
+        Unfinished files are removed, damaged files and files of another identity are moved to
+        quarantine, and files that cannot be read now stay where they are.
 
-        Returns the segments whose files can be used, and how many files cannot be read now, of
-        which nobody knows what builds on them; an `OSError` if the folder cannot be read.
+        Returns the segments with usable files, and the number of files that cannot be read now,
+        whose descendants are not known.
+
+        Raises:
+            OSError: the folder cannot be read.
         """
         files, known = self.files, self.journal.segments()
         found, adopted, unread = list[StoredSegment](), [], 0
@@ -112,8 +116,8 @@ class DiskWorker(BackgroundThread):
                     self.unused_bytes += size
                     logger.warning("%s stays where it is, unused: %s", path, error)
                     continue
-                # A segment that the index knows is verified when it is opened. Its age is not
-                # known, so that it may be too old.
+                # An indexed segment is verified when it is opened. Its age is not known, so it
+                # counts as oldest.
                 segment = row
                 segment.written = 0.0
             if row is None:
@@ -127,13 +131,13 @@ class DiskWorker(BackgroundThread):
         return found, unread
 
     def delete(self, segments: Mapping[str, int]) -> None:
-        """Remove segments (id: bytes) and their rows; readers of an open file can go on."""
+        """Remove segments (id: bytes) and their index entries; readers of open files continue."""
         self._asked_bytes += sum(segments.values())
         self.submit(self._delete, segments)
 
     @property
     def removing_bytes(self) -> int:
-        """Bytes of files that are being removed, and may still be there."""
+        """Bytes of files whose removal is pending."""
         return self._asked_bytes - self._removed_bytes
 
     @property
@@ -142,7 +146,7 @@ class DiskWorker(BackgroundThread):
         return sum(num_bytes for _, num_bytes in list(self._refused.values()))
 
     def unremoved(self) -> frozenset[str]:
-        """Names of what could not be removed: it counts as present when room is made."""
+        """Return the names of refused removals; these files count as present when room is made."""
         return frozenset(self._refused)
 
     def write(
@@ -155,8 +159,11 @@ class DiskWorker(BackgroundThread):
     ) -> None:
         """Write and publish a segment; see `write_segment`.
 
-        `unremoved` names what could not be removed before room was made for the segment. If more
-        is unremovable now, that room does not exist: an `OSError`, as if the disk refuses.
+        `unremoved`: result of `unremoved()` before room was made for the segment. If other removals
+        have been refused since, that room does not exist.
+
+        Raises:
+            OSError: the room does not exist, or the disk refuses the write.
         """
         if not self.unremoved() <= unremoved:
             raise OSError(errno.ENOSPC, "what should have made room could not be removed")
@@ -181,15 +188,15 @@ class DiskWorker(BackgroundThread):
             raise
         finally:
             self.progress = time.monotonic()
-        # The file is authoritative: the next start reads files that the index does not have.
+        # The file is authoritative: the next start reads files that the index lacks.
         self.record(segment)
 
     def adopt(self, segment: StoredSegment, fetched: Path) -> None:
-        """Make a whole file that is synced one of the store."""
+        """Move a fetched, synced file into the store."""
         path = self._directory.segment_path(segment.segment_id)
         self.files.make_directory(path.parent)
         with self.files.opened(fetched, os.O_RDONLY) as descriptor:
-            # As old as its KVs: orders to purge and `--impress-ttl` ask for that.
+            # The age of its KVs, which orders to purge and `--impress-ttl` compare.
             self.files.date(descriptor, int(segment.written * 1e9))
         self.files.rename(fetched, path)
         self.files.sync_directory(path.parent)
@@ -212,23 +219,23 @@ class DiskWorker(BackgroundThread):
             self.files.unlink(file)
 
     def keep(self, name: str, content: bytes) -> None:
-        """Write a small file to the store's folder, replacing an older one; if need be, later."""
+        """Write or replace a small file in the store's folder; retried by `catch_up`."""
         self._unkept[name] = content
         try:
             self._directory.put(name, content)
             del self._unkept[name]
         except OSError as error:
-            # Each time: if the disk is not probed, nobody comes back to it.
+            # Reported each time: without a probe there would be no retry.
             self._health.failed(f"{name} cannot be written", error, reading=False)
 
     def empty_quarantine(self) -> None:
-        """Remove all files there; if need be, later."""
+        """Remove all files in quarantine; retried if the disk refuses."""
         self._try(QUARANTINE, functools.partial(self.tidy_quarantine, 0))
 
     def _try(self, name: str, job: Callable[[], object], num_bytes: int = 0) -> None:
-        """Remove what is removed later if the disk refuses it, with what else was refused."""
+        """Do a removal; if the disk refuses, it is retried with the other refused removals."""
         try:
-            # If the folder itself is not there, every file seems to be gone.
+            # If the folder itself is missing, every file seems to be removed.
             self._directory.check_readable()
             job()
             self._refused.pop(name, None)
@@ -236,11 +243,11 @@ class DiskWorker(BackgroundThread):
             known = name in self._refused
             self._refused[name] = job, num_bytes
             if not known:
-                # Later it is counted and reported already, and other work goes on.
+                # A retry is counted and reported already, and must not stop other work.
                 self._health.failed(f"{name} cannot be removed", error, reading=False)
 
     def catch_up(self) -> None:
-        """Now that the disk answers again, redo the work that it refused."""
+        """Redo the work that the disk has refused, now that it answers again."""
         # Earlier looks may have failed because of the disk.
         self._unreadable.clear()
         self._retry()
@@ -254,28 +261,29 @@ class DiskWorker(BackgroundThread):
             self._try(name, *refused)
 
     def tidy_quarantine(self, most: int = MOST_QUARANTINED) -> None:
-        """Keep only the latest files there; an `OSError` if the disk refuses."""
+        """Remove all but the latest files in quarantine; raises `OSError` if the disk refuses."""
         paths = quarantined_files(self.files, self._directory.path)
         found = [(self.files.stat(path), path) for path in paths]
         # The time of the rename, not of the last write.
         found.sort(key=lambda file: file[0].st_ctime_ns)
-        # Counted first, so that it is right even if a file cannot be removed.
+        # Counted first, so that the sum is right even if a file cannot be removed.
         self.quarantined_bytes = sum(status.st_size for status, _ in found)
         for status, path in found[: max(len(found) - most, 0)]:
             self.files.unlink(path)
             self.quarantined_bytes -= status.st_size
 
     def record(self, *changes: StoredSegment | Record) -> None:
-        """Record changes in the journal; what the disk refuses now waits there."""
+        """Record changes in the journal, which retries those that the disk refuses."""
         try:
             self.journal.record(*changes)
         except OSError as error:
             self._health.failed("the index could not be written", error, reading=False)
 
     def look(self, info: SegmentInfo) -> Verdict:
-        """Read a whole segment again and verify it; a damaged one goes to quarantine.
+        """Read a whole segment again and verify it.
 
-        So does one that could not be read time and again although the disk answers.
+        A damaged segment is moved to quarantine, and so is one that could not be read in
+        `MOST_LOOKS` looks although the disk answered.
         """
         try:
             path = self._directory.segment_path(info.segment_id)
@@ -290,7 +298,7 @@ class DiskWorker(BackgroundThread):
         except StoreUnavailable as error:
             logger.warning("a second look has seen nothing: %s", error)
             at_fault = isinstance(error.__cause__, OSError) and error.__cause__.errno in _OF_MEDIA
-            # The rest of the disk works with a bad sector, but not with a bad cable.
+            # Other places of the disk work despite a bad sector, but not with a bad cable.
             with contextlib.suppress(OSError):
                 if at_fault:
                     self._directory.check_writable()
@@ -304,7 +312,8 @@ class DiskWorker(BackgroundThread):
         self.progress = time.monotonic()
 
     def quarantine(self, error: SegmentUnreadable) -> Verdict:
-        """Set aside a damaged segment, or forget a missing one, unless the whole disk is gone."""
+        """Move a damaged segment to quarantine, or drop a missing one, unless the whole folder is
+        missing."""
         path = self._directory.segment_path(error.segment_id)
         try:
             self._directory.check_readable()
@@ -319,7 +328,7 @@ class DiskWorker(BackgroundThread):
             try:
                 self.files.rename(path, aside / path.name)
                 try:
-                    # Otherwise a power loss could bring it back beside its replacement.
+                    # Otherwise a power loss could restore it beside its replacement.
                     for folder in (aside, path.parent):
                         self.files.sync_directory(folder)
                 finally:

@@ -1,12 +1,12 @@
-"""Whether the disk can be used, and which segments can: a state machine that does no I/O.
+"""State machine of the disk and of suspect segments; does no I/O.
 
     the disk     ok ── a write fails ──► read-only ── a read fails ──► degraded
                   ▲──────────── a probe finds that it answers again ───────┘
     a segment    ready ── it could not be read ──► suspect ── a look decides ──► ready, or lost
 
-That a block cannot be read now, or was read wrong once, does not mean that it is damaged. So the
-whole segment is read again in the background, and again after a pause that doubles as long as it
-cannot be read at all.
+A block that cannot be read now, or was read wrong once, need not be damaged. So the whole segment
+is read again in the background (a look), and again after a pause that doubles as long as it cannot
+be read at all.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from impress_sglang.store.stored import SegmentState, StoredSegment
 
 logger = logging.getLogger(__name__)
 
-# Between probes of a disk that fails.
+# Pauses between probes of a disk that fails.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
-# Between looks at a suspect.
+# Pauses between looks at a suspect.
 FIRST_LOOK_S, LONGEST_LOOK_S = 1.0, 600.0
-# How old, in seconds, the measured free space that decisions rest on may be.
+# Seconds between two measurements of the free space.
 MEASURE_S = 1.0
 
 
 class Verdict(enum.Enum):
-    """What a second look at a segment has found."""
+    """Result of a second look at a segment."""
 
     GOOD = "good"
     BAD = "bad"
-    """It is damaged, or can never be read, and is in quarantine now."""
+    """It is damaged, or never readable, and is in quarantine now."""
     GONE = "gone"
     UNCLEAR = "unclear"
     """It cannot be read now."""
 
 
 class DiskTask(enum.Enum):
-    """What is to be done on the disk; results go to `measured` and `probed`."""
+    """Work on the disk; results are passed to `measured` and `probed`."""
 
     MEASURE = "measure the free space"
     PROBE = "probe a disk that failed"
@@ -52,8 +52,8 @@ class DiskTask(enum.Enum):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Suspect:
-    """A segment that could not be read; the next look, whose result goes to `looked`, is due at
-    `look_at`."""
+    """A segment that could not be read; the next look, whose result is passed to `looked`, is due
+    at `look_at`."""
 
     segment: StoredSegment
     look_at: float
@@ -62,19 +62,20 @@ class Suspect:
 
 
 class Health:
-    """The disk is `ok`, `read-only` (nothing is stored) or `degraded` (nothing is read or stored).
+    """State of the disk: `ok`, `read-only` (nothing is stored) or `degraded` (nothing is read or
+    stored).
 
-    Any thread reports failures of it; everything else is for the store's thread.
+    Thread: any for `failed`, otherwise the store's.
     """
 
     def __init__(
         self, patience: float = math.inf, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`patience`: seconds until a measurement without an answer is a failure."""
+        """`patience`: seconds after which an unfinished measurement is a failure."""
         self._patience, self._clock = patience, clock
         self._lock = threading.Lock()
         self.readable = self.writable = True
-        """Whether stored prefixes may be looked for, and whether prefixes may be stored."""
+        """Whether prefixes may be matched and loaded, and whether prefixes may be stored."""
         self._since, self._probe_at = -math.inf, 0.0
         self._pause = FIRST_PAUSE_S
         self._failures = self._recoveries = 0
@@ -82,13 +83,12 @@ class Health:
         self._probing = self._measuring = False
         self._measured_at = clock()
         self.free_bytes = 0
-        """Bytes that may be written to the file system; between measurements an estimate."""
+        """Bytes that may be written to the file system; an estimate between measurements."""
         self.suspects: dict[StoredSegment, Suspect] = {}
-        """A segment that leaves the tree has to leave here, too."""
+        """Suspects of the tree: the caller removes a segment here when it is lost."""
 
     @property
     def state(self) -> str:
-        """One word for the statistics page."""
         return "degraded" if not self.readable else "ok" if self.writable else "read-only"
 
     def failed(self, what: str, error: BaseException, *, reading: bool) -> None:
@@ -98,7 +98,7 @@ class Health:
             self._last_failure = f"{what}: {error}"
             worse = self.writable or (self.readable and reading)
             if self.writable:
-                # A disk that fails again soon after its recovery is probed less and less often.
+                # The pause doubles for a disk that fails again soon after its recovery.
                 rested = self._clock() - self._since > 2 * self._pause
                 self._pause = FIRST_PAUSE_S if rested else min(2 * self._pause, LONGEST_PAUSE_S)
                 self._since = self._clock()
@@ -110,16 +110,15 @@ class Health:
             logger.warning(message, self.state, what, error, stops)
 
     def suspect(self, segment: StoredSegment) -> None:
-        """Do not use a segment that could not be read until a look has found it good."""
+        """Stop using a segment that could not be read until a look finds it good."""
         assert segment.ready
         segment.state = SegmentState.SUSPECT
         self.suspects[segment] = Suspect(segment, self._clock(), FIRST_LOOK_S)
 
     def due(self) -> Iterator[DiskTask | Suspect]:
-        """What is to be done, or looked at, on the disk now; each is given out once, until its
-        result is in.
+        """Yield the tasks and looks to start now, each only once until its result is known.
 
-        A disk that fails is probed, and its suspects are left alone until it can be read.
+        While the disk fails it is probed, and there are no looks until it can be read.
         """
         now = self._clock()
         if self._measuring and self.readable and now - self._measured_at > self._patience:
@@ -136,7 +135,7 @@ class Health:
                 yield suspect
 
     def measured(self, found: int | BaseException) -> None:
-        """Take the free bytes, or the reason why they are not known."""
+        """Take the free bytes, or the error of their measurement."""
         self._measuring = False
         if isinstance(found, BaseException):
             self._not_measured(found)
@@ -147,7 +146,7 @@ class Health:
         self.failed("the free space cannot be measured", error, reading=True)
 
     def probed(self, error: BaseException | None, *, readable: bool) -> None:
-        """Take the result of a probe; `error` is None if all is well."""
+        """Take the result of a probe; `error` is None if the disk can be read and written."""
         self._probing = False
         if readable and not self.readable:
             for suspect in self.suspects.values():
@@ -165,9 +164,9 @@ class Health:
         logger.warning("the SSD store answers again after %.1f s", seconds)
 
     def looked(self, suspect: Suspect, verdict: Verdict) -> bool:
-        """Take the verdict of a look; returns whether it has decided about a segment of the tree.
+        """Take the verdict of a look; returns whether it is final, for a segment of the tree.
 
-        A good one is ready again. What becomes of others that are bad or gone is the caller's.
+        A good segment is ready again. The caller handles bad and missing segments.
         """
         if self.suspects.get(suspect.segment) is not suspect:
             return False
@@ -181,7 +180,6 @@ class Health:
         return True
 
     def summary(self) -> dict[str, Any]:
-        """State and counters for the statistics page."""
         with self._lock:
             return {
                 "state": self.state,
