@@ -16,8 +16,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from bench.core.emulation import SlowFileSystem
 from impress_sglang.paper.store import PartStore
 from impress_sglang.plugin.admin import VERBS
-from impress_sglang.plugin.impress_tree_cache import ImpressTreeCache
 from impress_sglang.plugin.routes import send
+from impress_sglang.plugin.tree_cache import ImpressTreeCache
 from impress_sglang.storage.files import install
 
 _FILES = SlowFileSystem()

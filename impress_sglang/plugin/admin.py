@@ -19,8 +19,8 @@ from typing import Any
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from impress_sglang.plugin.hooks import impress_cache_of
-from impress_sglang.plugin.impress_tree_cache import ImpressTreeCache
 from impress_sglang.plugin.request_tracker import as_tokens, namespace_of
+from impress_sglang.plugin.tree_cache import ImpressTreeCache
 from impress_sglang.serving.custom_params import load_options_of
 from impress_sglang.serving.ranks import ALONE
 from impress_sglang.serving.report import RecentRequests, new_report

@@ -146,7 +146,7 @@ def _make_tree_cache(context: Any) -> Any:
         raise UnsupportedError("--radix-cache-backend impress needs --enable-impress")
     check_sglang(HOOKS)
     import_module(f"{_OURS}.report_transport").opt_in(config.policy)
-    module = "paper.plugin.part_cache" if config.needs_parts else "plugin.tree_cache"
+    module = "paper.plugin.part_cache" if config.needs_parts else "plugin.factory"
     return import_module(f"impress_sglang.{module}").make_tree_cache(context, config)
 
 

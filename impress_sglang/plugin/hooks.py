@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from impress_sglang.plugin.impress_tree_cache import ImpressTreeCache
+from impress_sglang.plugin.tree_cache import ImpressTreeCache
 from impress_sglang.plugin.weights import watch_messages
 from impress_sglang.serving.ranks import Ranks
 

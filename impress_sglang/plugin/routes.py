@@ -24,8 +24,8 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from impress_sglang.config import EXACTLY, OFF
 from impress_sglang.plugin.admin import MESSAGE
 from impress_sglang.plugin.compat import config_of
-from impress_sglang.plugin.impress_tree_cache import OK, RUNNING
 from impress_sglang.plugin.report_transport import REPORT_KEY
+from impress_sglang.plugin.tree_cache import OK, RUNNING
 from impress_sglang.serving.custom_params import (
     BITS_KEY,
     BLEND_KEY,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from impress_sglang.plugin import admin, impress_tree_cache, routes, tree_nodes
+from impress_sglang.plugin import admin, routes, tree_cache, tree_nodes
 from impress_sglang.plugin.admin import handle
 from impress_sglang.plugin.routes import carry_out
 from impress_sglang.serving.job_queue import Waiter
@@ -328,7 +328,7 @@ def checked(world: World) -> str:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """One item in a step."""
-    monkeypatch.setattr(impress_tree_cache, "STEP_S", 0.0)
+    monkeypatch.setattr(tree_cache, "STEP_S", 0.0)
 
 
 def test_polls_tell_what_the_last_check_found(

@@ -24,8 +24,8 @@ from impress_sglang.blend.plugin.steps import (
     check_blended,
 )
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.plugin.factory import rotation_of
 from impress_sglang.plugin.rectangular import rectangular_attention
+from impress_sglang.plugin.rotation import rotation_of
 from impress_sglang.plugin.unsupported import ROPE_TYPES
 from tests.integration.tiny_model import SCALING, KVs, Model, Pool, tokens_of
 from tests.unit.kv_factory import make_shape

@@ -29,9 +29,9 @@ from torch import Tensor
 
 from impress_sglang.blend.plugin import blends
 from impress_sglang.config import OFF, ImpressConfig
-from impress_sglang.plugin.impress_tree_cache import ImpressTreeCache
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.report_transport import Report
+from impress_sglang.plugin.tree_cache import ImpressTreeCache
 from impress_sglang.serving import prefix_frequency
 from impress_sglang.serving.ranks import ALONE, Ranks
 from impress_sglang.serving.service import Service

@@ -24,9 +24,9 @@ from fastapi import Body
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from impress_sglang.plugin.admin import VERBS
-from impress_sglang.plugin.impress_tree_cache import ImpressTreeCache
 from impress_sglang.plugin.request_tracker import as_tokens, namespace_of
 from impress_sglang.plugin.routes import send
+from impress_sglang.plugin.tree_cache import ImpressTreeCache
 from impress_sglang.serving.load_jobs import LoadJob
 from impress_sglang.serving.ranks import Agreement
 from impress_sglang.storage.files import installed

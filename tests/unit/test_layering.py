@@ -43,7 +43,7 @@ LEVELS = {
 # Parts that not every server has, and the one module that chooses whether a server has them.
 OPTIONAL = {
     "paper": "impress_sglang.plugin.entry",
-    "blend": "impress_sglang.plugin.tree_cache",
+    "blend": "impress_sglang.plugin.factory",
 }
 EXCEPTIONS = {
     "": {"errors", "config"}  # the package itself: its public names

@@ -69,8 +69,8 @@ READERS: dict[str, tuple[str, ...]] = {
         "serving.job_queue.JobQueue.wait_for_loader",
     ),
     "ranks agree before or after it, within the message": (
-        "plugin.impress_tree_cache.ImpressTreeCache._check_steps",
-        "plugin.impress_tree_cache.ImpressTreeCache._go_on",
+        "plugin.tree_cache.ImpressTreeCache._check_steps",
+        "plugin.tree_cache.ImpressTreeCache._go_on",
         "plugin.admin._store",
         "plugin.weights.WeightWatch._suspend",
         "plugin.weights.WeightWatch.begin",

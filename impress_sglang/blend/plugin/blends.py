@@ -11,11 +11,11 @@ from impress_sglang.blend.job import BlendJob
 from impress_sglang.blend.planner import BlendPlanner
 from impress_sglang.blend.plugin.steps import BLOCK_TOKENS, BlendSteps
 from impress_sglang.cost import RequestLengths
-from impress_sglang.plugin.factory import rotation_of
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.prefix_loads import PrefixLoads
 from impress_sglang.plugin.prefix_saves import PrefixSaves
 from impress_sglang.plugin.request_tracker import RequestTracker, TrackedRequest
+from impress_sglang.plugin.rotation import rotation_of
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from impress_sglang.serving.why import Detail, Reason
 from impress_sglang.storage.segment import Tokens

@@ -34,7 +34,7 @@ from impress_sglang.blend.job import (
 )
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.loops.types import Indices
-from impress_sglang.plugin.factory import rotation_of
+from impress_sglang.plugin.rotation import rotation_of
 
 # Bounds of the tokens of a block; the lower one holds however long it takes.
 BLOCK_TOKENS = 2048

@@ -31,9 +31,9 @@ from impress_sglang.paper.scores import probe_kv_heads
 from impress_sglang.paper.service import PartPlan, PartService
 from impress_sglang.plugin.eligibility import plain_fields
 from impress_sglang.plugin.factory import build_tree_cache, identity_of, kv_shape
-from impress_sglang.plugin.impress_tree_cache import ImpressTreeCache
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.request_tracker import TrackedRequest, as_tokens
+from impress_sglang.plugin.tree_cache import ImpressTreeCache
 from impress_sglang.plugin.unsupported import check_layers, check_options
 from impress_sglang.serving.report import estimate_fields, split_again
 from impress_sglang.serving.why import Reason, say
