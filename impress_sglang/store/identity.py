@@ -1,7 +1,7 @@
-"""The identity of the model that stored KVs belong to: a digest of all that changes their values.
+"""Identity of the model of stored KVs: a digest of everything that changes their values.
 
-Weights count in full, not by name: a fine-tune served under the same name, another dtype or another
-RoPE base has another identity, so that KVs of one are never used for the other.
+It includes all weights, not their name: a fine-tune served under the same name, another dtype or
+another RoPE base has another identity, so that KVs of one are never used for the other.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _ODD_MULTIPLIER = 0x9E3779B1
 
 
 def weights_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Digest of names, shapes, dtypes and every bit of named tensors, on any device.
+    """Digest names, shapes, dtypes and every bit of named tensors, on any device.
 
-    A tensor on an accelerator is reduced there, so that no weights are copied; the digest of the
-    same weights differs between a CPU and an accelerator, whose KVs differ as well.
+    A tensor on an accelerator is reduced there, so that no weights are copied. The digest of the
+    same weights differs between a CPU and an accelerator, and so do their KVs.
     """
     state = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(tensors):
@@ -41,10 +41,10 @@ def model_identity(
     tp_rank: int,
     tp_size: int,
 ) -> str:
-    """Name of the store of a model, 32 hex digits.
+    """Return the name of a model's store, 32 hex digits.
 
-    `architecture` holds the parameters that change KVs and are not in the weights (RoPE, norms,
-    positions), as in the model's configuration; `shape` says what the KVs look like.
+    `architecture`: parameters of the model's configuration that change KVs and are not in the
+    weights (RoPE, norms, positions). `shape`: shape of the KVs.
     """
     fields = {
         "format": FORMAT_VERSION,
@@ -58,9 +58,10 @@ def model_identity(
 
 
 def rank_identity(identities: Sequence[str], rank: int) -> str:
-    """Name of the store of one rank, 32 hex digits, from the identities of all ranks in order.
+    """Return the name of one rank's store, 32 hex digits, from the identities of all ranks in
+    order.
 
-    All but the last four digits are those of the other ranks' stores (`same_model`).
+    Names of different ranks differ only in the last four digits (`same_model`).
     """
     if len(identities) == 1:
         return identities[0]
@@ -76,7 +77,7 @@ def _fingerprint(tensor: Tensor) -> int:
 
 
 def _device_fingerprint(raw: Tensor) -> int:
-    """Position-weighted sum of 32-bit words in wrapping 64-bit arithmetic."""
+    """Return a position-weighted sum of 32-bit words in wrapping 64-bit arithmetic."""
     if raw.numel() % 4:
         raw = torch.nn.functional.pad(raw, (0, 4 - raw.numel() % 4))
     # A slice of 16-bit weights may begin in the middle of a 32-bit word.

@@ -1,16 +1,15 @@
-"""The journal of a store: what it has, so that a start reads one file and other servers can follow.
+"""The journal of a store: an index of its segments, read at the start and by other servers.
 
-A file of lines, each the XXH3-64 of a JSON object in hex, a space, and the object. The first names
-the file as written, the others are changes in order:
+Each line is the XXH3-64 of a JSON object in hex, a space, and the object. The first line identifies
+this version of the file, the others are changes in order:
 
     {"add": description, "tokens": base64, "bytes": n, "at": time written,
      "use": [last access, hits, builds on]}
     {"use": [segment, last access, hits, builds on]}      {"gone": [segment, …]}
-    {"purge": {…}}      {"want": bytes}                   for servers that follow, see `peers.py`
+    {"purge": {…}}      {"want": bytes}                   for other servers, see `peers.py`
 
-Only the holder of the folder's lock writes it: it appends, or replaces the file as a whole once
-most of it is out of date. The segment files are authoritative: a start makes up for lines that are
-missing.
+Only the holder of the folder's lock writes it: it appends, or replaces the whole file once most of
+it is obsolete. The segment files are authoritative: missing lines are restored at the start.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ logger = logging.getLogger(__name__)
 
 _INTEGERS = np.dtype("<i4")
 _READ_BYTES = 1 << 22
-# The most changes that wait for a disk that refuses them.
+# Maximum number of changes that wait for a disk that refuses them.
 _MOST_WAITING = 100_000
-# A journal is made anew when it is twice as long as it was then, and this many bytes more.
+# A journal is rewritten when it exceeds twice its size after the last time by this many bytes.
 _SLACK_BYTES = 1 << 24
-# Seconds after which every server has obeyed an order to purge, or starts without what it is about.
+# Seconds for which an order to purge is kept for other servers.
 ORDER_SECONDS = 86_400.0
 _OPENING = "journal"
 
@@ -51,12 +50,12 @@ Record: TypeAlias = Mapping[str, Any]
 
 
 def encode(record: bytes) -> bytes:
-    """A line with a JSON object."""
+    """Return the line of a JSON object."""
     return b"%s %s\n" % (xxhash.xxh3_64_hexdigest(record).encode(), record)
 
 
 def decode(line: bytes) -> dict[str, Any] | None:
-    """The JSON object of a line; None if the line is damaged."""
+    """Return the JSON object of a line; None if the line is damaged."""
     digest, _, text = line.rstrip(b"\n").partition(b" ")
     if xxhash.xxh3_64_hexdigest(text).encode() != digest:
         return None
@@ -65,20 +64,19 @@ def decode(line: bytes) -> dict[str, Any] | None:
 
 
 def encoded(tokens: Tokens) -> str:
-    """Tokens as text."""
     return base64.b64encode(tokens.astype(_INTEGERS, copy=False).tobytes()).decode()
 
 
 def decoded(text: str) -> Tokens:
-    """Tokens that are `encoded`; a `ValueError` if they are not."""
+    """Decode tokens; raises `ValueError` for other text than that of `encoded`."""
     return np.frombuffer(base64.b64decode(text, validate=True), _INTEGERS).astype(np.int32)
 
 
 def segment_of(record: Record) -> StoredSegment:
-    """The segment that was added.
+    """Return the segment of an `add` record.
 
     Raises:
-        ValueError, KeyError, TypeError: it is none, or of another version.
+        ValueError, KeyError, TypeError: the record is wrong, or of another version.
     """
     tokens = decoded(record["tokens"])
     if not 0 < len(tokens) == record["add"]["num_tokens"]:
@@ -97,7 +95,7 @@ def segment_of(record: Record) -> StoredSegment:
 def read_lines(
     files: FileSystem, path: Path, offset: int = 0, block_bytes: int = _READ_BYTES
 ) -> Iterator[bytes]:
-    """The lines of a file from a place on; the last one may lack its end."""
+    """Yield the lines of a file from `offset` on; the last one may lack its end."""
     size, rest = files.stat(path).st_size, b""
     with files.opened(path, os.O_RDONLY) as descriptor:
         while offset < size:
@@ -114,31 +112,33 @@ def read_lines(
 
 
 def append(files: FileSystem, folder: Path, record: Record) -> None:
-    """Append to the journal of a folder whose lock the caller holds for a moment only."""
+    """Append to the journal of another server's folder, whose lock the caller holds briefly."""
     path = folder / JOURNAL
     if path.name in files.list(folder):
-        # A last line that lacks its end becomes a damaged one of its own.
+        # The line break turns an incomplete last line into a separate, damaged one.
         with files.opened(path, os.O_WRONLY) as descriptor:
             _write(files, descriptor, files.stat(path).st_size, [b"\n" + _line(record)])
 
 
 class Journal:
-    """The journal of a folder whose lock this process holds; used by one thread at a time.
-
-    A change waits if the disk refuses it, which is an `OSError`, and is made with the next one.
-    """
+    """The journal of a folder whose lock this process holds; used by one thread at a time."""
 
     def __init__(self, files: FileSystem, directory: Path) -> None:
         self._files = files
         self._path = directory / JOURNAL
-        # Lines that are still to be written, and where they go; 0: into a new file.
+        # Lines not written yet, and their offset; 0: in a new file.
         self._waiting: list[bytes] = []
         self._end = self._size_anew = 0
         self._orders: list[Any] = []
 
     def record(self, *changes: StoredSegment | Record) -> None:
-        """Record published segments and other changes, of which some may be of unknown segments;
-        in any case, what waits."""
+        """Record published segments and other changes, after the changes that wait.
+
+        Changes of segments that are not in the journal are allowed.
+
+        Raises:
+            OSError: the disk refuses the changes, which wait for the next call.
+        """
         for change in changes:
             if isinstance(change, StoredSegment):
                 self._waiting.append(_added(change))
@@ -156,7 +156,7 @@ class Journal:
                 self._write_anew()
         except OSError as error:
             if isinstance(error, FileNotFoundError):
-                # Somebody has removed the folder.
+                # The folder was removed.
                 self._end = 0
             if len(self._waiting) > _MOST_WAITING:
                 logger.warning(
@@ -166,7 +166,7 @@ class Journal:
                     _MOST_WAITING,
                 )
                 self._waiting.clear()
-                # What is there of them may end anywhere.
+                # The file may have a part of them, of unknown length.
                 self._end = 0
             raise
         self._waiting.clear()
@@ -178,7 +178,7 @@ class Journal:
         orders = dict.fromkeys(_line({"purge": order}) for order in self._orders)
         waiting = (line for line in self._waiting if line not in orders)
         every = itertools.chain([first], map(_added, segments), orders, waiting)
-        # A process that was killed has left it.
+        # A killed process may have left one.
         self._files.unlink(self._path.with_name(self._path.name + TEMPORARY_SUFFIX))
         with publishing(self._files, self._path, direct=False) as descriptor:
             size = _write(self._files, descriptor, 0, every)
@@ -186,16 +186,17 @@ class Journal:
 
     @property
     def orders(self) -> list[Any]:
-        """The orders to purge that are still told, wherever they were written."""
+        """Orders to purge that are kept for other servers, written or not."""
         now = time.time()
         return [order for order in self._orders if now - order["at"] < ORDER_SECONDS]
 
     def segments(self) -> dict[str, StoredSegment]:
-        """All segments by name; those in damaged lines are missing, and the file is made anew with
-        the next change.
+        """Read all segments, by id.
+
+        Segments in damaged lines are missing, and the file is then rewritten with the next change.
 
         Raises:
-            OSError: it cannot be read now.
+            OSError: the journal cannot be read now.
         """
         found, end, unsound, orders = dict[str, StoredSegment](), 0, 0, list[Any]()
         sizes = dict[str, int]()
@@ -226,14 +227,14 @@ class Journal:
         if unsound:
             logger.warning("%s is damaged in %d lines; it is made anew", self._path, unsound)
         self._end = 0 if unsound else end
-        # It may have lost some that this process knows.
+        # The file may have lost orders that this process has.
         self._orders = self._orders or orders
         self._size_anew = sum(sizes[name] for name in found)
         return found
 
 
 def _write(files: FileSystem, descriptor: int, offset: int, lines: Iterable[bytes]) -> int:
-    """Write lines to a file, from a place on; returns where they end."""
+    """Write lines to a file from `offset` on; returns their end."""
     lines = iter(lines)
     while block := b"".join(itertools.islice(lines, 1024)):
         files.write(descriptor, offset, memoryview(block))

@@ -1,11 +1,11 @@
-"""What the waiting queue will use, and in which order: it is evicted last from memory and disk.
+"""Stored tokens that queued requests will use, and in what order: these are evicted last.
 
-Two papers ask the queue what to keep: a window at its head that is not evicted, from whose end
-memory is freed first (AttentionStore 3.3.2), and a count of the requests that refer to a cache (CaR
-III-B3). Here each request has a turn. Awaited tokens are evicted after all others, those with the
-latest turn first. So no window needs to be set: what is beyond it would go before what is in it.
+Two papers consult the queue: AttentionStore (3.3.2) has a window at its head that is not evicted,
+and frees memory from the end of the window first; CaR (III-B3) counts the requests that refer to a
+cache. Here each request has a turn, and awaited tokens are evicted after all others, latest turn
+first. So no window needs to be set, as tokens beyond it would be evicted before those in it.
 
-`tiers.rules` asks for pages of the caches, `quota` for files.
+`tiers.rules` uses this for pages of the caches, `quota` for files.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from impress_sglang.store.stored import StoredSpan
 from impress_sglang.threads import locked
 from impress_sglang.tiers.rules import LAST_TURN, NOBODY
 
-# How many requests may come between two others before these need new turns.
+# Turns between two consecutive requests, for requests that come between them later.
 _GAP = 1024
-# Leaves room before it, for requests that overtake all others.
+# The turns before it are for requests that overtake all others.
 _FIRST_TURN = 2**40
 
 AwaitedRange: TypeAlias = tuple[int, int, int]
@@ -34,16 +34,15 @@ _Range: TypeAlias = tuple[int, int]
 
 
 class LookAhead:
-    """Stored tokens that requests wait for, by the name of a segment, which outlasts a store.
+    """Stored tokens that requests wait for, by segment id, which outlasts a store.
 
-    One thread tells who waits; others may ask for `ranges`.
+    Thread: the scheduler's; any for `ranges`.
     """
 
     def __init__(self, *, enabled: bool = True) -> None:
-        """`enabled`: whether it notes anything."""
         self._enabled = enabled
         self._lock = threading.RLock()
-        # By segment, the ranges of its tokens that requests wait for, and which do.
+        # By segment, the awaited ranges of its tokens, and the requests that wait for each.
         self._awaited: dict[str, dict[_Range, set[str]]] = {}
         self._ranges_of: dict[str, dict[str, _Range]] = {}
         self._turns: dict[str, int] = {}
@@ -56,14 +55,14 @@ class LookAhead:
 
     @property
     def awaits(self) -> bool:
-        """Whether anybody waits for stored tokens."""
+        """Whether a request waits for stored tokens."""
         return bool(self._ranges_of)
 
     @locked
     def wait(self, rid: str, spans: Sequence[StoredSpan]) -> None:
-        """Note that a waiting request will use these tokens and no others, wherever they are.
+        """Set the tokens that a waiting request will use.
 
-        They may be loaded or moved while it waits, so the tokens are noted and not their place.
+        They may be loaded or moved while it waits, so their place is not recorded.
         """
         wanted: dict[str, _Range] = {}
         for span in spans if self._enabled else ():
@@ -76,7 +75,7 @@ class LookAhead:
         self.stop_waiting(rid)
         for segment_id, part in wanted.items():
             waiting = self._awaited.setdefault(segment_id, {})
-            # A request without a turn is behind others for the same tokens, so nothing changes.
+            # A request without a turn comes after others for the same tokens, so nothing changes.
             if rid in self._turns or part not in waiting:
                 self._changed.add(segment_id)
             waiting.setdefault(part, set()).add(rid)
@@ -85,7 +84,7 @@ class LookAhead:
 
     @locked
     def stop_waiting(self, rid: str) -> None:
-        """Forget a request that was admitted or is gone."""
+        """Remove a request that was admitted or has ended."""
         for segment_id, part in self._ranges_of.pop(rid, {}).items():
             waiting = self._awaited[segment_id]
             waiting[part].remove(rid)
@@ -97,7 +96,7 @@ class LookAhead:
 
     @locked
     def succeed(self, old_id: str, new_id: str) -> None:
-        """Note that a segment has replaced another one with the same tokens."""
+        """Let requests wait for a segment that has replaced another one with the same tokens."""
         if (waiting := self._awaited.pop(old_id, None)) is not None:
             for rid in itertools.chain.from_iterable(waiting.values()):
                 self._ranges_of[rid][new_id] = self._ranges_of[rid].pop(old_id)
@@ -106,18 +105,18 @@ class LookAhead:
 
     @locked
     def order(self, rids: Sequence[str]) -> None:
-        """Note that these requests wait, in this order, and no others.
+        """Set the waiting requests, in the order of the queue.
 
-        A queue that only advances keeps its turns, which costs no more than this look at it. Of a
-        request that overtakes others only its own new turn is told; who falls back changes the
-        turns of those who pass.
+        While the queue only advances, no turn changes, and this takes time linear in its length. A
+        request that overtakes others gets a new turn; if a request falls back, those that pass it
+        get new turns.
         """
-        # SGLang reports neither admission nor begin of a request without any prefix.
+        # SGLang does not report the admission of a request without any prefix.
         for rid in self._ranges_of.keys() - set(rids):
             self.stop_waiting(rid)
         known = [self._turns.get(rid, -1) for rid in rids]
         turns, following = dict[str, int](), LAST_TURN
-        # From here on all are new.
+        # All requests from here on are new.
         last = max((place + 1 for place, turn in enumerate(known) if turn >= 0), default=0)
         for place in reversed(range(last)):
             turn = known[place]
@@ -132,19 +131,19 @@ class LookAhead:
         self._turns = turns
 
     def turn(self, rid: str) -> int:
-        """The turn of a request; lower is sooner. A request without one is behind all others."""
+        """Return the turn of a request, lower for sooner; requests without one come last."""
         return self._turns.get(rid, LAST_TURN)
 
     @locked
     def ranges(self, segment_id: str) -> list[AwaitedRange]:
-        """Awaited ranges of a segment, latest turn first."""
+        """Return the awaited ranges of a segment, latest turn first."""
         waiting = self._awaited.get(segment_id, {}).items()
         ranges = ((*awaited, min(map(self.turn, rids))) for awaited, rids in waiting)
         return sorted(ranges, key=lambda awaited: -awaited[2])
 
     @locked
     def take_changed(self) -> set[str]:
-        """Segments whose ranges may be others than when they were last taken."""
+        """Return, once, the segments whose ranges or turns may have changed."""
         changed, self._changed = self._changed, set()
         return changed
 
@@ -152,7 +151,7 @@ class LookAhead:
 def turns_of(
     num_chunks: int, chunk_tokens: int, ranges: Sequence[AwaitedRange]
 ) -> npt.NDArray[np.int64]:
-    """The turn at which each chunk is needed next, int64 [num_chunks]; -1: nobody waits."""
+    """Return the turn at which each chunk is needed next, int64 [num_chunks]; -1: not awaited."""
     turns = np.full(num_chunks, NOBODY)
     for start, stop, turn in ranges:
         turns[start // chunk_tokens : -(-stop // chunk_tokens)] = turn

@@ -1,7 +1,7 @@
 """The memory of a store. It is allocated once and outlives the store when weights change.
 
 Linux overcommits, so an allocation that is too large is not refused: the kernel kills a process
-when the pages are touched. So the host is asked before what it still has.
+when the pages are touched. So the available memory of the host is checked first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.wanted import most_pages
 
-# Left for everything else that runs on the host.
+# Reserved for everything else that runs on the host.
 MARGIN_BYTES = 1 << 30
 
 _ROOT = Path("/")
@@ -28,17 +28,17 @@ _ROOT = Path("/")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoreMemory:
-    """The caches of chunks, and the buffers for reads; the store's thread owns it."""
+    """The chunk caches and the read buffers. Thread: the store's."""
 
     cache: ChunkCache
     pool: BufferPool
 
     @classmethod
     def allocate(cls, config: ImpressConfig, shape: KVShape, device: torch.device) -> StoreMemory:
-        """Allocate as much as the options say; `device` is where attention runs.
+        """Allocate the memory that the options set; attention runs on `device`.
 
         Raises:
-            ConfigError: there is not enough.
+            ConfigError: the host does not have it.
         """
         policy = make_policy(config)
         if policy.stores:
@@ -55,12 +55,11 @@ class StoreMemory:
         return cls(cache, BufferPool(bytes_of(config.buffer_gb), pin=device.type == "cuda"))
 
     def emptied(self, config: ImpressConfig) -> StoreMemory:
-        """The same memory for another store, when the old one reads no more; buffers that reads are
-        still filling are used again when these reads have ended."""
+        """Return the same memory for another store, after the last read of the old one was started;
+        buffers that are still being filled are reused when their reads have ended."""
         return StoreMemory(self.cache.emptied(make_policy(config).replacement()), self.pool)
 
     def close(self) -> None:
-        """Free the memory."""
         self.pool.close()
         self.cache.close()
 
@@ -83,8 +82,10 @@ def _check_host(config: ImpressConfig, device: torch.device) -> None:
 
 
 def available_bytes(root: Path = _ROOT) -> int:
-    """Bytes that may be taken: the least that the machine and each of our control groups has left,
-    but for `MARGIN_BYTES`. `root` is where `proc` and `sys` are mounted.
+    """Return the bytes that may be allocated: the minimum of the available bytes of the machine and
+    of each control group of this process, less `MARGIN_BYTES`.
+
+    `root`: where `proc` and `sys` are mounted.
 
     Raises:
         OSError: this is not known here.
@@ -98,7 +99,7 @@ def available_bytes(root: Path = _ROOT) -> int:
 
 
 def _group_bytes(root: Path) -> Iterator[int]:
-    """Bytes left below each limit of the control groups that we are in, of version 2 or 1."""
+    """Yield the bytes left below each limit of this process's control groups, version 2 or 1."""
     groups = root / "proc/self/cgroup"
     # A kernel without control groups has no such file.
     for line in groups.read_text().splitlines() if groups.exists() else ():
@@ -111,13 +112,13 @@ def _group_bytes(root: Path) -> Iterator[int]:
             limit, usage, kind = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
         else:
             continue
-        # In a container the path may be the host's; then only the mounted root is there.
+        # In a container the path may be the host's; then only the mounted root exists.
         group = mounted / path.lstrip("/")
         for folder in (group, *group.parents):
             most = (folder / limit).read_text().strip() if (folder / limit).exists() else "max"
             if most != "max":
-                # The kernel frees file pages when memory is short; `MemAvailable` counts both
-                # kinds, too. Those of weights that were read twice are active.
+                # The kernel frees file pages when memory is short, and `MemAvailable` includes
+                # both kinds. Pages of weights that were read twice are active.
                 lines = (folder / "memory.stat").read_text().splitlines()
                 stat = dict(line.split() for line in lines)
                 files = (stat.get(f"{kind}{name}_file", 0) for name in ("active", "inactive"))

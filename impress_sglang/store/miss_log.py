@@ -1,8 +1,8 @@
-"""What has left the store lately, and why, so that a miss can be explained.
+"""Remembers why prefixes are no longer stored, so that a miss can be explained.
 
-A table of fixed size, indexed by the hash of each prefix of whole blocks that is gone; later
-entries may overwrite earlier ones. It contains no prompt, and nothing can be found in it without
-the same tokens in the same namespace.
+A table of fixed size, indexed by the hash of each removed prefix of whole blocks; later entries may
+overwrite earlier ones. It contains no prompt, and a lookup needs the same tokens in the same
+namespace.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, Hashes, PrefixHashes
 from impress_sglang.store.stored import StoredSegment
 
-# How many prefixes are remembered, a power of two: those of four million tokens, in 1.1 MB.
+# Number of prefixes that are remembered, a power of two: those of four million tokens, in 1.1 MB.
 _PLACES = 1 << 16
 
 
 class MissCause(enum.Enum):
-    """Why tokens are not stored any more, or were not accepted."""
+    """Reason why tokens are no longer stored, or were not accepted."""
 
     EVICTED = 0
     DAMAGED = 1
@@ -37,7 +37,7 @@ class MissCause(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MissRecord:
-    """Tokens of a prompt that are gone; the first of them left `seconds` ago."""
+    """Tokens of a prompt that are not stored; the first of them for `seconds`."""
 
     cause: MissCause
     num_tokens: int
@@ -45,7 +45,7 @@ class MissRecord:
 
 
 class MissLog:
-    """Why tokens of one store are missing; owned by one thread."""
+    """Reasons why tokens of one store are missing; owned by one thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._hashes = PrefixHashes()
@@ -55,19 +55,19 @@ class MissLog:
         self._causes = np.zeros(_PLACES, np.uint8)
 
     def note(self, segment: StoredSegment, cause: MissCause) -> None:
-        """Note that a segment is about to leave the tree."""
+        """Record a segment that is about to be removed from the tree."""
         if len((info := segment.info).prompt_tokens):
             self.note_tokens(info.namespace, segment.prompt(), cause, info.prefix_len)
 
     def note_tokens(self, namespace: str, tokens: Tokens, cause: MissCause, start: int = 0) -> None:
-        """Note that tokens [start, n) of a prompt, int32 [n], are gone or were not stored."""
+        """Record that tokens [start, n) of a prompt, int32 [n], were removed or not stored."""
         names, places = self._places(namespace, tokens, start)
         self._names[places] = names
         self._times[places] = self._clock()
         self._causes[places] = cause.value
 
     def find(self, namespace: str, tokens: Tokens, start: int) -> MissRecord | None:
-        """Why a prompt is not stored from token `start` on; None if that is not known."""
+        """Return why a prompt is not stored from token `start` on; None if that is not known."""
         names, places = self._places(namespace, tokens, start)
         found = np.flatnonzero(self._names[places] == names)
         if not len(found):

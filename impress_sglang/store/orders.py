@@ -1,4 +1,4 @@
-"""What an operator orders to be kept (pins), or to be forgotten, in steps (purges)."""
+"""Orders of an operator: prefixes to keep (pins), and to remove, in steps (purges)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from impress_sglang.store.tree import StoredTree
 logger = logging.getLogger(__name__)
 
 MOST_PINS = 256
-# Seconds between two looks for what is stored of pinned prefixes.
+# Seconds between two lookups of the segments of pinned prefixes.
 _LOOK_SECONDS = 1.0
-# The most segments that one step removes.
+# Maximum number of segments that one step removes.
 MOST_SEGMENTS = 64
 MOST_JOBS = 8
 
@@ -37,17 +37,17 @@ Job = TypeVar("Job")
 
 
 class Pins:
-    """Prefixes of one store that the quota never evicts; the store's thread owns them.
+    """Prefixes of one store that the quota never evicts. Thread: the store's.
 
     A pin is a prefix and not a file, so it outlasts reordering, damage and restarts: KVs of a
-    pinned prefix that are stored again are pinned again. The best stored KVs of its tokens are what
-    is pinned.
+    pinned prefix that are stored again are pinned again. Of several qualities, the best stored KVs
+    are pinned.
     """
 
     def __init__(
         self, directory: StoreDirectory, worker: DiskWorker, tree: StoredTree, most_bytes: int
     ) -> None:
-        """Read the pins that an earlier process has left; nothing else may run on the parts yet.
+        """Read the pins of an earlier process; nothing else may use the arguments yet.
 
         `most_bytes`: limit on the bytes of all pinned prefixes on SSD.
 
@@ -56,7 +56,7 @@ class Pins:
         """
         self._directory, self._worker, self._tree = directory, worker, tree
         self._most_bytes = most_bytes
-        # When prefixes were pinned, by namespace and the bytes of their tokens.
+        # Times of pinning, by namespace and the bytes of a prefix's tokens.
         self._pins = self._read()
         self._look()
         if self.num_bytes > most_bytes:
@@ -66,7 +66,7 @@ class Pins:
         return len(self._pins)
 
     def __contains__(self, segment_id: str) -> bool:
-        """Whether a segment has tokens of a pinned prefix, and so must stay."""
+        """Whether a segment has tokens of a pinned prefix."""
         if not self._pins:
             return False
         if time.monotonic() - self._looked_at > _LOOK_SECONDS:
@@ -81,7 +81,7 @@ class Pins:
     def pin(self, namespace: str, tokens: Tokens) -> str | None:
         """Pin a prefix, int32 [n]; returns None, or the reason why it cannot be pinned.
 
-        `namespace` is as the store names it.
+        `namespace`: result of `PrefixStore.namespace`.
         """
         refusal = self.refusal(namespace, tokens)
         if refusal is None and (namespace, tokens.tobytes()) not in self._pins:
@@ -91,7 +91,7 @@ class Pins:
         return refusal
 
     def refusal(self, namespace: str, tokens: Tokens) -> str | None:
-        """Why a prefix cannot be pinned, or None."""
+        """Return why a prefix cannot be pinned, or None."""
         if (namespace, tokens.tobytes()) in self._pins:
             return None
         found, segments = self._resolve(namespace, tokens)
@@ -113,10 +113,9 @@ class Pins:
         tokens: Tokens | None = None,
         before: float = math.inf,
     ) -> int:
-        """Unpin the prefixes that begin with these tokens; returns how many there were.
+        """Unpin the prefixes that begin with these tokens; returns their number.
 
-        None: those of all namespaces, or whatever they begin with. `before`: only what was pinned
-        by then.
+        `namespace`, `tokens`: None for all. `before`: unpin only prefixes pinned by this time.
         """
         begin = b"" if tokens is None else tokens.tobytes()
         going = [
@@ -132,23 +131,22 @@ class Pins:
         return len(going)
 
     def longest(self, namespace: str, tokens: Tokens) -> int:
-        """How many of these tokens the longest pin has that they begin with."""
+        """Return the length of the longest pinned prefix of these tokens."""
         prompt = tokens.tobytes()
         pins = [pin for name, pin in self._pins if name == namespace and prompt.startswith(pin)]
         return max(map(len, pins), default=0) // tokens.itemsize
 
     def summary(self) -> dict[str, int]:
-        """Number of pinned prefixes, and their bytes on SSD."""
         return {"prefixes": len(self._pins), "bytes": self.num_bytes}
 
     def _look(self) -> None:
-        """Look up which segments have the pinned prefixes now."""
+        """Look up the segments that have the pinned prefixes now."""
         self._looked_at, self._held = time.monotonic(), set[StoredSegment]()
         for namespace, tokens in self._pins:
             self._held |= self._resolve(namespace, np.frombuffer(tokens, np.int32))[1]
 
     def _resolve(self, namespace: str, tokens: Tokens) -> tuple[int, set[StoredSegment]]:
-        """How many of these tokens are stored, and the segments that have them and their state."""
+        """Return the number of stored tokens, and the segments of these and of their state."""
         known = self._tree.match(namespace, tokens, least=ANYTHING)
         spans = (*known.spans, *self._tree.state_behind(known))
         return known.num_tokens, {span.segment for span in spans}
@@ -175,14 +173,14 @@ class Pins:
 
 
 class MultiStepJobs(dict[Name, Job]):
-    """Jobs by the names of orders: whoever has given an order continues it until it is done.
+    """Jobs by the name of an order, each continued by its caller until it is done.
 
-    Callers do not say that they give up. So the oldest job is forgotten when there are too many,
-    and a caller who continues it after all begins again.
+    A caller may stop without notice. So the oldest job is dropped when there are too many, and
+    begins again if its caller continues after all.
     """
 
     def go_on(self, name: Name, begin: Callable[[], Job]) -> Job:
-        """The job of this name, which begins if there is none."""
+        """Return the job of this name, after beginning it if necessary."""
         if name not in self:
             if len(self) == MOST_JOBS:
                 del self[next(iter(self))]
@@ -191,10 +189,10 @@ class MultiStepJobs(dict[Name, Job]):
 
 
 class Purge:
-    """Removes, in steps, what is stored of a prefix and of all that begins with it.
+    """Removes, in steps, all stored tokens of a prefix and of prompts that begin with it.
 
-    Between two steps requests are served; what they store of the prefix is removed as well. Other
-    servers of the model are told, and remove what they had stored of it by then.
+    Between two steps requests are served; tokens of the prefix that they store are removed, too.
+    Other servers of the model get the order, and remove what they had stored by its time.
     """
 
     def __init__(
@@ -203,17 +201,17 @@ class Purge:
         tokens: Tokens | None = None,
         older_than: float | None = None,
     ) -> None:
-        """Begin with nothing removed.
+        """Prepare a purge.
 
         Args:
-            namespace: as the store names it; None: all namespaces.
-            tokens: the prefix, int32 [n], n > 0, in a namespace; None: all of the namespace.
-            older_than: remove only what was written so many seconds ago or earlier, and no pins.
+            namespace: result of `PrefixStore.namespace`; None for all namespaces.
+            tokens: the prefix, int32 [n], n > 0, in a namespace; None for all of the namespace.
+            older_than: remove only segments at least this many seconds old, and no pins.
         """
         assert tokens is None or (namespace is not None and len(tokens))
         self._place, self._unpins = (namespace, tokens), older_than is None
         self._before = math.inf if older_than is None else time.time() - older_than
-        # If this is a time: segments of before it that are still to be removed.
+        # With `older_than`: segments that are still to be removed.
         self._old = collections.deque[StoredSegment]()
         self._begun = False
         self.left = True
@@ -221,27 +219,26 @@ class Purge:
 
     @classmethod
     def told(cls, order: Mapping[str, Any]) -> Purge:
-        """The order of another server, which named the time."""
+        """Return the purge that another server has ordered, with the time of that order."""
         text = order["tokens"]
         purge = cls(order["namespace"], None if text is None else decoded(text))
         purge._before, purge._unpins = float(order["before"]), order["unpins"]
         return purge
 
     def step(self, store: Any, most: int = MOST_SEGMENTS) -> Counter[str]:
-        """Remove some segments of a `PrefixStore`.
+        """Remove some segments of a `PrefixStore`; the first step sends the order to other servers.
 
-        Returns how many `segments`, `tokens` and `bytes` on SSD are gone, `writes` were abandoned,
-        and prefixes `unpinned`.
+        With `older_than`, only the first step visits all segments. Files are unlinked in the
+        background, in order with writes. Running writes are abandoned, or their files removed if it
+        is too late for that. Pins of the prefix and all files in quarantine are removed, too.
 
-        Only the first step for old ones looks at all that are stored.
-
-        Files are unlinked in the background, in order with writes. Running writes are abandoned, or
-        their files removed where it is too late for that. Pins of what is removed go as well, and
-        so does everything in quarantine, whatever it is of.
+        Returns:
+            Numbers of removed `segments`, `tokens` and `bytes` on SSD, of abandoned `writes`, and
+            of `unpinned` prefixes.
         """
         if not self.left:
             return Counter()
-        # Segments published since the last poll have other names, or are not known to be there.
+        # Since the last poll, segments may have been published, or replaced under another id.
         store.poll()
         if not self._begun:
             now, (namespace, tokens) = time.time(), self._place
@@ -256,7 +253,7 @@ class Purge:
         return self.obey(store, most)
 
     def obey(self, store: Any, most: int = MOST_SEGMENTS) -> Counter[str]:
-        """Take a step that other servers are not told of, within a poll."""
+        """Take a step without sending the order, within a poll."""
         first, self._begun = not self._begun, True
         tree, place, before, old = store.tree, self._place, self._before, self._old
         writes, unpinned = list[StoredSegment](), 0
@@ -266,7 +263,7 @@ class Purge:
             store.places.refuse_unplaced(*place, min(before, time.time()))
             if before < math.inf:
                 old += (segment for segment in tree.below(*place) if segment.written <= before)
-        # Those of the step before are not there any more.
+        # Segments of the step before are no longer in the tree.
         found = (old.popleft() for _ in range(len(old)))
         if before == math.inf:
             found = tree.below(*place)
@@ -280,8 +277,8 @@ class Purge:
         if more is not None and before < math.inf:
             old.appendleft(more)
         if self._unpins and (first or not self.left):
-            # All in the first step, as they read what is to be freed; newer ones in the last. An
-            # order may be heard again: what is newer than it stays.
+            # The first step abandons all writes, as they read slots that are to be freed; the last
+            # one those begun since. An order may arrive again: newer writes stay.
             earlier = (write for write in store.writes if write.written <= before)
             writes = [write for write in earlier if is_in(write, tree, *place)]
         # Dependents first.
@@ -299,12 +296,12 @@ class Purge:
 def is_in(
     segment: StoredSegment, tree: StoredTree, namespace: str | None, tokens: Tokens | None
 ) -> bool:
-    """Whether a segment of the tree has the end of a prefix or tokens behind it; see `Purge`."""
+    """Whether a segment of the tree has the end of a prefix or tokens after it; see `Purge`."""
     if namespace not in (None, segment.info.namespace):
         return False
     if namespace is None or tokens is None or not len(tokens):
         return True
-    # Go up to the segment with the prefix's last token; no tokens are compared on the way.
+    # Go up to the segment with the prefix's last token, without comparing tokens.
     while segment.parent is not None and segment.info.prefix_len >= len(tokens):
         segment = segment.parent
     return segment in tree.ends(namespace, tokens)

@@ -1,11 +1,11 @@
-"""What other servers of the model have stored in the same directory, as their journals say.
+"""Follows the journals of other servers of the model in the same directory.
 
-A thread looks every `LOOK_SECONDS` whether one has grown, with nothing but `open` and `stat`, so
-that it works on network file systems. Segments of others are read like own ones, but never written,
-moved, removed or counted in the tree: their `file_bytes` are 0 there.
+A thread checks every `LOOK_SECONDS` whether a journal has grown, with nothing but `open` and
+`stat`, so that it works on network file systems. Other servers' segments are read like own ones,
+but never written, moved, removed or counted in the tree, where their `file_bytes` are 0.
 
-A journal also has what a server asks of the others: to forget a prefix (`purge`), and to make room
-(`want`). An order to purge has the time at which it was given, so that who starts later obeys it.
+A journal also contains requests to the other servers: to purge a prefix (`purge`), and to make room
+(`want`). An order to purge contains its time, so that servers that start later follow it, too.
 """
 
 from __future__ import annotations
@@ -36,53 +36,55 @@ from impress_sglang.threads import BackgroundThread
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.25
-# Seconds between two looks for folders of other servers.
+# Seconds between two listings of the folders of other servers.
 FOLDERS_SECONDS = 1.0
 # The first line of a journal has fewer bytes.
 _FIRST_BYTES = 256
-# The most that one poll takes, in seconds.
+# Maximum duration of one poll, in seconds.
 _MOST_SECONDS = 0.005
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PeerEvent:
-    """Something that another server has told: a segment, or that one is gone, or an order."""
+    """Event from another server: an added segment, the id of a removed one, an order to purge, or
+    the bytes it `want`s freed."""
 
     added: StoredSegment | None = None
     gone: str = ""
     purge: Mapping[str, Any] | None = None
     want: int = 0
     far: bool = False
-    """Whether a bucket has it, and not a folder."""
+    """Whether it comes from a bucket instead of a folder."""
 
 
 @dataclasses.dataclass(slots=True)
 class _FollowedJournal:
-    """The journal of one folder, and what was read of it."""
+    """The journal of one folder: its first line, the end of the part that was read, and the
+    segments in that part."""
 
     folder: Path
     seen: tuple[int, ...] = ()
-    """What told that it has changed: its number, size and time."""
+    """Inode, size and time of modification at the last look, which differ after a change."""
     first: bytes = b""
     end: int = 0
     segments: dict[str, int] = dataclasses.field(default_factory=dict)
     num_bytes: int = 0
-    """Of the files of these segments."""
+    """Bytes of the files of these segments."""
     unsure: set[str] = dataclasses.field(default_factory=set)
-    """Segments of a journal that was replaced by one that is not read to its end yet."""
+    """Segments of a replaced journal, while the new one is not read to its end."""
 
 
 class Peers:
-    """The other servers of a model on one directory: what they have, and what is new of it."""
+    """The other servers of a model on one directory, and events from them."""
 
     def __init__(self, directory: StoreDirectory) -> None:
         self._directory, self._files = directory, directory.files
         self._followed: dict[Path, _FollowedJournal] = {}
         self._folders_at = 0.0
         self.news: collections.deque[PeerEvent] = collections.deque()
-        """What nobody has taken yet; a bucket adds what it has."""
+        """Events not taken yet; a `BucketPeer` adds its own."""
         self.unreadable = False
-        """Whether the last look has failed: then it is not known what others have."""
+        """Whether the last look has failed, so that segments of others may be unknown."""
         self._stop = threading.Event()
         self._thread: BackgroundThread | None = None
         self._lock = threading.Lock()
@@ -94,11 +96,11 @@ class Peers:
 
     @property
     def folders(self) -> list[Path]:
-        """The folders of the other servers, alive or not."""
+        """Folders of the other servers, running or not."""
         return list(self._followed)
 
     def look(self) -> None:
-        """See what is new, on the caller's thread; a failure of the disk is logged."""
+        """Read new lines of all journals, on the caller's thread; a failure is logged."""
         with self._lock:
             failed: Exception | None = None
             try:
@@ -110,32 +112,32 @@ class Peers:
                 try:
                     self.news.extend(self._read(followed))
                 except Exception as error:
-                    # Of the disk, or a line of another version: nothing ends the thread.
+                    # A failure of the disk, or a line of another version, must not end the thread.
                     failed = error
             if failed is not None and self._followed and not self.unreadable:
                 logger.warning("what another server stores cannot be read: %s", failed)
             self.unreadable = failed is not None
 
     def begin(self, orders: Iterable[Mapping[str, Any]]) -> list[StoredSegment]:
-        """Look for the first time; returns the segments of others. What they want is not new.
+        """Look for the first time; returns the segments of others, and drops old `want`s.
 
-        `orders`: to purge, which an earlier process of this folder has given.
+        `orders`: orders to purge of earlier processes of this folder.
         """
         self.news.extend(PeerEvent(purge=order) for order in orders)
         self.look()
-        # Others may add to it meanwhile.
+        # Other threads may add events meanwhile.
         news = [self.news.popleft() for _ in range(len(self.news))]
         gone = {event.gone for event in news}
         self.news.extend(event for event in news if event.purge is not None)
         found = [event.added for event in news if event.added is not None]
         for event in found:
-            # Used before all that is used here.
+            # Used before all segments of this server.
             event.last_access = 1
         return [event for event in found if event.segment_id not in gone]
 
     def trim(self, folder: Path, num_bytes: float, only: Collection[str] | None = None) -> int:
-        """Remove the oldest segments of a folder if no server has it, on the caller's thread;
-        returns the bytes of the files. `only`: names of those that may go."""
+        """Remove `num_bytes` of the oldest segments of a folder that no server has locked, on the
+        caller's thread; returns the bytes removed. `only`: ids of segments that may be removed."""
         files, freed, gone = self._files, 0, list[str]()
         with files.opened(folder / LOCK, os.O_CREAT | os.O_RDWR) as lock:
             if not try_lock(lock):
@@ -153,7 +155,7 @@ class Peers:
         return freed
 
     def start(self) -> None:
-        """Look again and again on a thread of its own, until `close`."""
+        """Start a thread that looks every `LOOK_SECONDS`, until `close`."""
 
         def follow() -> None:
             while not self._stop.wait(LOOK_SECONDS):
@@ -163,7 +165,7 @@ class Peers:
         self._thread.submit(follow)
 
     def close(self, seconds: float) -> None:
-        """End the thread, or leave it behind if that takes more than `seconds`."""
+        """End the thread, or leave it running if that takes more than `seconds`."""
         self._stop.set()
         if self._thread is not None:
             self._thread.close(seconds)
@@ -182,9 +184,9 @@ class Peers:
     def _read(self, followed: _FollowedJournal) -> Iterator[PeerEvent]:
         path, seen = followed.folder / JOURNAL, tuple[int, ...]()
         first, size = b"", 0
-        # One that is gone is like an empty one.
+        # A missing journal is like an empty one.
         with contextlib.suppress(FileNotFoundError):
-            # Opening a file tells a network file system to ask how long it is.
+            # Opening a file lets a network file system update its size.
             self._files.close(self._files.open(path, os.O_RDONLY))
             status = self._files.stat(path)
             size = status.st_size
@@ -206,8 +208,7 @@ class Peers:
         followed.seen, followed.unsure = seen, set()
 
     def take(self) -> Iterator[PeerEvent]:
-        """What is new, as long as that and what the caller does with it does not take too long; the
-        rest comes with the next call."""
+        """Yield new events for at most `_MOST_SECONDS`, including the caller's work on them."""
         if not self.news:
             return
         until = time.monotonic() + _MOST_SECONDS

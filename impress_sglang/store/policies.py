@@ -1,8 +1,8 @@
-"""Policies: what is stored, how much of a prefix is used, and what keeps its place in the caches.
+"""Policies: whether prefixes are stored, how much of them is loaded, and what caches replace.
 
-A policy decides; it moves nothing. All policies share attention, I/O, tiers and admission, so that
-a difference between two servers is a difference of policy. All but `impress*` are the paper's
-systems (6.1, 6.3); `as+h2o` loads all keys and important values.
+A policy only decides. All policies share attention, I/O, tiers and admission, so that a difference
+between two servers is a difference of policy. All but `impress*` are the paper's systems (6.1,
+6.3); `as+h2o` loads all keys and important values.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from impress_sglang.tiers.rules import (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What a request wants of a stored prefix: the share of its tokens, and their bits.
+    """Options of a request for stored prefixes: the share of tokens to load, and their bits.
 
-    `chosen`: the request itself has set the share. `auto_bits`: `bits` are the least, and more are
-    welcome. `blend`: how much of reused text that is no prefix is computed again: a share, `AUTO`,
-    or `OFF` for no reuse.
+    `chosen`: whether the request itself has set the share. `auto_bits`: whether `bits` is a
+    minimum, and more are welcome. `blend`: share of reused text that is recomputed where it is no
+    prefix, `AUTO`, or `OFF` for no reuse.
     """
 
     retention: float = 1.0
@@ -37,7 +37,7 @@ class LoadOptions:
 
     @property
     def share(self) -> float:
-        """The least share of text reused behind other text that must have been computed again."""
+        """Minimum recomputed share of text that is reused after other text."""
         if self.blend == OFF:
             return 1.0
         return AUTO_SHARE if self.blend == AUTO else float(self.blend) + 0.0  # never -0.0
@@ -45,27 +45,26 @@ class LoadOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Policy:
-    """What one value of `--impress-policy` stands for."""
+    """Meaning of one value of `--impress-policy`."""
 
     name: str
     replacement: Callable[[], ReplacementRule] = LeastRecentlyUsed
-    """Makes the rule for what stays in the caches, a new one at each call."""
+    """Makes a new replacement rule of the caches."""
     stores: bool = True
     """Whether computed prefixes are written to SSD."""
     codes: bool = False
     """Whether prefixes are loaded from codes."""
     probes: bool = False
-    """Whether segments keep the keys of probe heads apart."""
+    """Whether segments store the keys of probe heads separately."""
     reorders: bool = False
     """Whether stored segments are rewritten by importance."""
 
     def bits(self, wanted: LoadOptions) -> float:
-        """Bits per element, on average, of a loaded prefix; below `EXACT_BITS`: from codes."""
+        """Return the average bits per element of a loaded prefix; below `EXACT_BITS`: codes."""
         return wanted.bits if self.codes else EXACT_BITS
 
 
 def make_policy(config: ImpressConfig) -> Policy:
-    """The policy that the configuration names."""
     score = functools.partial(ImportanceScore, config.half_life)
     policies = (
         Policy("recompute", stores=False),

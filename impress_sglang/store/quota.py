@@ -1,12 +1,12 @@
-"""Whether a file fits under the quota and above the free-space floor, and what goes if not.
+"""Decides whether a file fits under the quota and above the free-space floor, and what to remove.
 
-Quarantine goes first, then stores of other models that no process serves, oldest first, then the
-oldest segments of this model in folders that no process serves. Then go segments that nothing
-builds on and no request reads or waits for: lowest priority first, then least recently used.
-Namespaces that exceed their limit come before others.
+Removed are, in this order: quarantine; stores of other models that no process serves, oldest first;
+the oldest segments of this model in folders that no process serves; segments without dependents
+that no request reads or waits for, lowest priority first, then least recently used. Namespaces that
+exceed their limit come before others.
 
-What other servers of this model have counts as well, but each removes its own: who lacks room asks
-the others, and those that have more than their share give some of it.
+Files of other servers of this model count, too, but each server removes its own: a server that
+lacks room asks the others, and those that have more than their share evict some of it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from impress_sglang.store.stored import StoredMatch, StoredSegment
 logger = logging.getLogger(__name__)
 
 _DAY_S, _HOURS = 86_400.0, 24
-# Seconds after which it is asked again whether a process serves a store.
+# Seconds between two checks whether a process serves a store.
 _LOCKED_SECONDS = 60.0
 
 
 class WriteBudget:
-    """How much may be written per day to the drive, whose lifetime depends on that.
+    """Limits the bytes written per day to the drive, whose lifetime depends on them.
 
-    Of one server, for any store it opens; full at its start. A bucket holds a day's bytes and fills
-    at a steady rate. A file may take it below zero, so that none is too large for it; on average no
-    more than the limit is written. Once the bucket is empty, nothing is stored until it has an
+    A token bucket of one server, for all stores that it opens. It holds a day's bytes, is full at
+    the start, and fills at a steady rate. A file may take it below zero, so that no file is too
+    large; the average never exceeds the limit. Once it is empty, nothing is stored until it has an
     hour's bytes again.
     """
 
@@ -55,7 +55,7 @@ class WriteBudget:
 
     @property
     def is_spent(self) -> bool:
-        """Whether nothing may be stored now; a change is logged."""
+        """Whether nothing may be stored now; changes are logged."""
         if self._most:
             enough = self._most / _HOURS if self._spent else 1
             if self._spent == (self._fill() >= enough):
@@ -65,19 +65,18 @@ class WriteBudget:
         return self._spent
 
     def spend(self, num_bytes: int) -> None:
-        """Take bytes that are going to be written; negative: give back those that were not."""
+        """Take bytes that will be written; negative: return bytes that were not."""
         if self._most:
             self._left = self._fill() - num_bytes
 
     def summary(self) -> dict[str, int]:
-        """Bytes that may be written per day, and now."""
         return {
             "write_budget_bytes": self._most,
             "write_budget_left_bytes": max(int(self._fill()), 0),
         }
 
     def _fill(self) -> float:
-        """Bytes that may be written now; a value below 0 has to be made up for first."""
+        """Return the bytes that may be written now, below 0 after a large file."""
         now = self._clock()
         self._left += (now - self._filled_at) / _DAY_S * self._most
         self._left = min(self._left, self._most)
@@ -86,7 +85,7 @@ class WriteBudget:
 
 
 class Quota:
-    """Counts the bytes of one store directory; owned by the store's thread."""
+    """Counts the bytes of one store directory. Thread: the store's."""
 
     def __init__(
         self,
@@ -96,29 +95,28 @@ class Quota:
         lookahead: LookAhead,
         budget: WriteBudget,
     ) -> None:
-        """Count what `disk` has; `budget` limits the bytes written to the drive."""
         self.budget = budget
         self._config, self._segments, self._lookahead = config, segments, lookahead
         self._pins = disk.pins
         self._tree, self._worker, self._health = disk.tree, disk.worker, disk.health
         self._others, self._peers, self._bucket = disk.others, disk.peers, disk.bucket
-        # Removals of what no process serves, by the folder of a store.
+        # Removals in folders that no process serves.
         self._removing: dict[Path, Future[Any]] = {}
-        # When it was found that a process serves a store.
+        # Time at which a folder was found to be served by a process.
         self._served: dict[Path, float] = {}
         self.reserved_bytes = 0
         """Bytes of a file that is being written to replace another one."""
         self.adopting_bytes = 0
-        """Bytes of a file of another store that is becoming ours."""
+        """Bytes of an object of the bucket that is becoming a file of this store."""
         self.pending_bytes = 0
-        """The part of the tree's bytes that is not on the disk yet."""
+        """Bytes of the tree's segments that are not written yet."""
         self._most = bytes_of(config.namespace_gb) or math.inf
-        # Who was above it at this start, as it was lowered: later, each gives what it has above it.
+        # Namespaces above the limit at the start, after it was lowered: later only new segments of
+        # a namespace can exceed it, and these evict the excess.
         held = self._tree.held
         self._over = dict.fromkeys(name for name in held if held[name] > self._most)
 
     def summary(self) -> dict[str, int]:
-        """Bytes used on the SSD and their limits, for the statistics page."""
         return {
             "used_bytes": self._tree.file_bytes + self.reserved_bytes,
             "quarantined_bytes": self._worker.quarantined_bytes,
@@ -129,7 +127,7 @@ class Quota:
         }
 
     def missing(self, num_bytes: int) -> int:
-        """Bytes that must become free for a file of `num_bytes` to fit; 0 or less if it fits."""
+        """Return the bytes that must be freed for a file of `num_bytes`; 0 or less if it fits."""
         worker, config = self._worker, self._config
         used = self._tree.file_bytes + self.reserved_bytes + self.adopting_bytes
         used += worker.quarantined_bytes + worker.unused_bytes + worker.unremoved_bytes
@@ -145,7 +143,7 @@ class Quota:
 
     @property
     def lacks(self) -> int:
-        """How many bytes are missing to a share of the directory; negative: more are used."""
+        """Bytes missing to this server's share of the directory; negative if it uses more."""
         share = bytes_of(self._config.ssd_gb) // (1 + len(self._peers.folders))
         return share - self._tree.file_bytes
 
@@ -155,27 +153,27 @@ class Quota:
         return self._segments.is_open(name) or name in self._lookahead or name in self._pins
 
     def make_room(self, segment: StoredSegment, keep: StoredMatch) -> list[StoredSegment] | None:
-        """Find out what has to go for a file, and begin to remove what is not ours.
+        """Choose segments to evict for a file, and start removing files that are not this server's.
 
         Args:
             segment: the segment to be written.
             keep: the match that it builds on, which stays.
 
         Returns:
-            Segments to evict, dependents first; None if that fails, and while the store of another
-            model is being removed: whether a process serves that store, and so whether there will
-            be room, is not known before.
+            Segments to evict, dependents first. None if there is no room, and while another store
+            is being removed: until then it is not known whether a process serves that store, and so
+            whether there will be room.
         """
         num_bytes, namespace = segment.file_bytes, segment.info.namespace
         needed, held = self.missing(num_bytes), self._tree.held
         quarantined = self._worker.quarantined_bytes
         if needed > 0 and quarantined and QUARANTINE not in self._worker.unremoved():
-            # The worker does this before it writes anything else.
+            # Done by the worker before any other write.
             self._worker.submit(self._worker.empty_quarantine)
             needed -= quarantined
         if needed > 0 and self._remove_unserved(needed):
             return None
-        # Of what is needed, the namespace must give at least its own excess.
+        # The namespace must evict at least its own excess.
         excess = max(held[namespace] + num_bytes - self._most, 0)
         if needed > self._tree.file_bytes - self.pending_bytes or excess > held[namespace]:
             return None
@@ -196,14 +194,15 @@ class Quota:
         return choice.victims if fits else None
 
     def share_out(self, num_bytes: int) -> list[StoredSegment]:
-        """What to evict for another server that lacks room: no more than what is above a share."""
+        """Choose segments to evict for another server, of at most the bytes above this server's
+        share."""
         choice = _Choice(self.is_needed, StoredMatch())
         choice.take_from(self._tree.order, min(num_bytes, -self.lacks))
         choice.note_uses(self._tree.order)
         return choice.victims
 
     def take_removals(self) -> None:
-        """Count what was removed of stores that no process serves."""
+        """Count the bytes removed in folders that no process serves."""
         for path, removing in [removal for removal in self._removing.items() if removal[1].done()]:
             del self._removing[path]
             if removing.exception() is not None or not removing.result():
@@ -212,8 +211,8 @@ class Quota:
                 self._health.free_bytes += self._others.pop(path)
 
     def _remove_unserved(self, needed: int) -> bool:
-        """Start removing stores of other models, or the oldest segments of a folder of this one,
-        that no process serves; returns whether that is under way."""
+        """Start removing stores of other models, or the oldest segments of a folder of this model,
+        that no process serves; returns whether a removal is in progress."""
         now = time.monotonic()
         going = sum(self._others.get(path, 0) for path in self._removing)
         for path in [*reversed(self._others), *self._peers.folders]:
@@ -234,16 +233,16 @@ class _Choice:
     def __init__(self, is_needed: Callable[[StoredSegment], bool], keep: StoredMatch) -> None:
         self.victims: list[StoredSegment] = []
         self.num_bytes = 0
-        # Passed over because they are needed, or not ours.
+        # Skipped because they are needed, or other servers'.
         self._in_use: dict[StoredSegment, None] = {}
         self._is_needed = is_needed
         self._spared = {span.segment for span in keep.spans}
-        # For segments that lose some of their dependents: how many of these stay.
+        # Number of remaining dependents, for segments that lose some.
         self._staying: dict[StoredSegment, int] = {}
 
     def take_from(self, segments: Iterable[StoredSegment], most: float) -> None:
-        """Choose segments in this order until there are `most` bytes with earlier choices."""
-        # Dependents of a segment come before it, so one look at each is enough.
+        """Choose segments in this order until all choices have `most` bytes."""
+        # Dependents of a segment come before it, so one pass is enough.
         for segment in segments:
             candidate: StoredSegment | None = segment
             while candidate is not None and self.num_bytes < most:
@@ -252,7 +251,7 @@ class _Choice:
                 break
 
     def _consider(self, segment: StoredSegment) -> StoredSegment | None:
-        """Choose a segment, if it may go; returns what goes next because of it."""
+        """Choose a segment, if possible; returns a segment to consider next because of it."""
         built_on = self._staying.get(segment, segment.num_dependents)
         if built_on or segment in self._spared or not segment.on_disk:
             return None
@@ -265,7 +264,7 @@ class _Choice:
             self.victims.append(segment)
             self.num_bytes += segment.file_bytes
         else:
-            # It is for its server to remove, and does not keep what it builds on.
+            # Its server removes it, and it does not keep its ancestors.
             self._in_use[segment] = None
         above = segment.parent
         while above is not None:
@@ -273,12 +272,12 @@ class _Choice:
             self._staying[above] = left
             if left or not above.lost:
                 break
-            # A hole goes with the last one that builds on it.
+            # A tombstone is removed with its last dependent.
             above = above.parent
-        # It may have had a higher level than its priority only because of what goes now.
+        # Its level may have exceeded its priority only because of the chosen segment.
         return above if above is not None and above.info.priority < above.level else None
 
     def note_uses(self, order: EvictionOrder) -> None:
-        """Let being needed count as a use, so that the next search need not pass these again."""
+        """Count being needed as a use, so that the next search need not skip these again."""
         for used in self._in_use:
             order.note(used)

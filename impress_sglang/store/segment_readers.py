@@ -1,10 +1,10 @@
-"""Segments that are read: their files while these are open, and their chunks in the caches.
+"""Opens segments for reading: their files while these are open, and their chunks in the caches.
 
-A file gets a range of chunk ids when it is first read, and keeps it until its segment has left the
-tree, or has got another file, *and* its last reader is done: a request goes on with the file that
-it began with, whatever is published meanwhile.
+A file gets a range of chunk ids when it is first read. It keeps them until its segment was removed
+from the tree or got another file, *and* its last reader is done: a request continues with the file
+with which it began, whatever is published meanwhile.
 
-Files are opened on a thread of their own, and no caller waits for more than `patience` seconds.
+Files are opened on a separate thread, and no caller waits for more than `patience` seconds.
 """
 
 from __future__ import annotations
@@ -38,15 +38,14 @@ from impress_sglang.transfer.sources import OpenSpan, StoredSource, WholeSource
 from impress_sglang.transfer.wanted import chunk_pages
 
 logger = logging.getLogger(__name__)
-# Over so many bytes SSD and bucket are compared.
+# Number of bytes for which the speeds of SSD and bucket are compared.
 _SOME_BYTES = 1e7
 
 
 class SegmentReaders:
-    """Files that are open, the ids of the chunks of files that were read so far, and what reading
-    others is expected to cost.
+    """Open files, chunk ids of the files that were read so far, and estimates of the time of reads.
 
-    One thread opens sources and reads them; others may ask what is read, retire, and settle.
+    Thread: one opens sources and reads them; the other methods may be called on any.
     """
 
     def __init__(
@@ -61,11 +60,11 @@ class SegmentReaders:
         self._lock = threading.RLock()
         self._shape, self._memory, self._cache = shape, memory, memory.cache
         self._disk, self._reader, self._lookahead = disk, reader, lookahead
-        # Columns of exact KVs of which requests want all rows.
+        # Columns of exact KVs of which all rows are read.
         self._certain = np.array([PROBE] if shape.probe_kv_heads else range(len(shape.heads)))
         self._patience = config.io_timeout
         self._opener = self._far_opener = BackgroundThread("impress-open")
-        # Reads what a bucket has.
+        # Reads objects of the bucket.
         self._far_reader: BlockReader | None = None
         if disk.bucket is not None:
             # Local files do not wait for the network.
@@ -75,17 +74,16 @@ class SegmentReaders:
                 MOST_READS, files, patience=config.io_timeout, piece_bytes=RANGE_BYTES
             )
         self._open: dict[str, OpenSegment] = {}
-        # By segment, and whether codes are meant: the first id of its chunks, and what the file is.
+        # First chunk id and description of a file, by segment and by whether its codes are meant.
         self._ids: dict[str, dict[bool, tuple[int, SegmentInfo]]] = {}
         self._closing: list[StoredSource] = []
         self._said_too_small = False
 
     def is_open(self, segment_id: str) -> bool:
-        """Whether a segment has readers."""
         return segment_id in self._open
 
     def _first_id(self, info: SegmentInfo, *, codes: bool) -> int:
-        """The first id of the chunks of a kind of a file, which are about to be read."""
+        """Return the first id of the chunks of a kind of a file, which are about to be read."""
         kinds = self._ids.setdefault(info.segment_id, {})
         if codes not in kinds:
             first = self._cache.placement.attach(chunk_pages(info.geometry, codes=codes))
@@ -95,7 +93,7 @@ class SegmentReaders:
         return kinds[codes][0]
 
     def tiers(self, info: SegmentInfo, *, codes: bool) -> npt.NDArray[np.uint8]:
-        """The tier of each chunk of a kind, `Tier` values; SSD without an id."""
+        """Return the `Tier` value of each chunk of a kind; SSD for chunks without an id."""
         known = self._ids.get(info.segment_id, {}).get(codes)
         count = len(chunk_pages(info.geometry, codes=codes))
         if known is None:
@@ -104,10 +102,10 @@ class SegmentReaders:
 
     @locked
     def expect(self) -> None:
-        """Tell the caches which tokens requests wait for.
+        """Set in the caches which chunks requests wait for: these are evicted last.
 
-        Of these tokens, what is certain to be read is evicted last: codes, and of exact KVs what
-        chooses the tokens, or all columns.
+        They are the chunks of awaited tokens that are certain to be read: codes, and of exact KVs
+        the probe heads' columns, which choose the tokens, or all columns.
         """
         for segment_id in self._lookahead.take_changed():
             for codes, chunks in self._ids.get(segment_id, {}).items():
@@ -117,14 +115,14 @@ class SegmentReaders:
         self, first: int, info: SegmentInfo, ranges: Sequence[AwaitedRange], *, codes: bool
     ) -> None:
         layout, first_raw = info.geometry, self._shape.first_raw
-        # Of each layer.
+        # First chunk of each layer.
         starts = first + np.array(layout.first_chunks[codes][:-1])
         if codes:
             pages = layout.codes[0]
             turns = turns_of(pages.num_pages, pages.page_tokens, ranges)
             self._cache.placement.expect(starts[:first_raw], turns)
         else:
-            # Which chunks of reordered tokens have these is known only from the file.
+            # Only the file has the mapping of reordered tokens to chunks.
             anywhere = info.reordered and ranges
             parts = [(0, layout.num_tokens, ranges[-1][2])] if anywhere else ranges
             columns = starts[:first_raw, None] + layout.num_chunks * self._certain
@@ -137,7 +135,7 @@ class SegmentReaders:
 
     @locked
     def cached_bytes(self, segment_id: str) -> npt.NDArray[np.int64]:
-        """How many bytes of a segment are in the caches, by `Tier`."""
+        """Return the bytes of a segment in the caches, by `Tier`."""
         found = np.zeros(len(Tier), np.int64)
         for codes, (_, info) in self._ids.get(segment_id, {}).items():
             pages = chunk_pages(info.geometry, codes=codes)
@@ -147,12 +145,12 @@ class SegmentReaders:
         return found
 
     def seconds_to_read(self, num_bytes: float) -> float:
-        """Seconds that reading so many bytes from SSD takes, judging by recent reads."""
+        """Estimate the seconds that reading this many bytes from SSD takes, by recent reads."""
         return self._reader.cost.seconds_for(num_bytes)
 
     def bytes_to_read(self, spans: Sequence[StoredSpan], *, codes: bool) -> float:
-        """Bytes of whole spans that would have to come from SSD; of those in a bucket, so many as
-        SSD gives in the time that they take."""
+        """Return the bytes of whole spans that would be read from SSD; bytes in a bucket count as
+        those that SSD reads in the same time."""
         found = 0.0
         # There may be many spans of one segment.
         lengths = Counter[StoredSegment]()
@@ -171,8 +169,7 @@ class SegmentReaders:
         return found
 
     def can_read(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> bool:
-        """Whether a layer of these spans fits into the buffer pool; the first that does not is
-        logged."""
+        """Whether a layer of these spans fits into the buffer pool; the first failure is logged."""
         pool = self._memory.pool
         segments = {span.segment for span in spans}
         needed = pool.size_of(
@@ -191,7 +188,7 @@ class SegmentReaders:
         """Open a segment for one more reader.
 
         Raises:
-            SegmentUnreadable: the file is missing, damaged, or not what the index says.
+            SegmentUnreadable: the file is missing, damaged, or differs from the index.
             StoreUnavailable: it cannot be opened now, or not in time.
         """
         if not stored.ready:
@@ -235,7 +232,7 @@ class SegmentReaders:
 
     @locked
     def release(self, segment_id: str) -> None:
-        """End one reader; after the last one the file is closed."""
+        """End one reader; the last one closes the file."""
         opened = self._open[segment_id]
         opened.readers -= 1
         if not opened.readers:
@@ -245,16 +242,18 @@ class SegmentReaders:
 
     @locked
     def retire(self, segment_id: str) -> None:
-        """Forget the chunks of a file that belongs to the tree no more, once nobody reads it."""
+        """Drop the chunks of a file that was removed from the tree and has no reader."""
         if segment_id not in self._open and segment_id not in self._disk.tree:
             for codes, (first, info) in self._ids.pop(segment_id, {}).items():
                 self._cache.placement.detach(first, len(chunk_pages(info.geometry, codes=codes)))
 
     @locked
     def succeed(self, old_id: str, segment: StoredSegment, shares: Floats) -> None:
-        """Let the reordered file of a segment take over: its chunks inherit what is known of those
-        of the old one, by this name, and requests wait for them instead. `shares`: expected ones of
-        wanted rows, float64 [chunks]."""
+        """Replace the file `old_id` of a segment by its reordered one, whose chunks inherit the
+        statistics of the old chunks; requests wait for these instead.
+
+        `shares`: expected shares of wanted rows, float64 [chunks].
+        """
         self._lookahead.succeed(old_id, segment.segment_id)
         if (old := self._ids.get(old_id, {}).get(False)) is not None:
             ids = np.arange(segment.info.geometry.first_chunks[False][-1])
@@ -268,27 +267,27 @@ class SegmentReaders:
 
         May be called on another thread, which then reads the source.
 
-        Where a segment is unlike what its basis was fitted to, codes say too little: then exact KVs
-        of all spans are read, in any case.
+        If a segment is unlike the data to which its basis was fitted, its codes are too inexact:
+        then exact KVs of all spans are read, also if not `exact`.
 
         Raises:
             PrefixUnreadable: a segment cannot be opened, or its rows are in another order, or a
-                layer of exact KVs, where codes were wanted, fits no buffers; the caller should
-                `report` it.
+                layer of exact KVs that replace codes fits no buffers; the caller should `report`
+                it.
         """
         pool = self._memory.pool
         with self.acquired(spans) as segments:
-            # Of codes that stand alone this was asked when they were written.
+            # Codes without exact KVs were checked when they were written.
             unlike = self._shape.exact and any(is_misfit(segment.fits) for segment in segments)
             codes = not exact and not unlike
             for segment in segments:
-                # Which only `paper/` restores.
+                # Only `paper/` restores reordered rows.
                 if not codes and segment.mapping is not None:
                     raise SegmentUnreadable(segment.segment_id, "was reordered")
             opened = self.open_spans(spans, segments, codes=codes)
             source = WholeSource(opened, pool, self._cache, codes=codes)
             if not codes and not exact and source.layer_bytes > pool.limit_bytes:
-                # Found before it is read: it is no failure of the drive.
+                # Raised before a read, and so not as a failure of the drive.
                 raise PrefixUnreadable(
                     "-",
                     "it is unlike what its basis knows, and a layer of its exact KVs takes "
@@ -298,8 +297,7 @@ class SegmentReaders:
 
     @contextlib.contextmanager
     def acquired(self, spans: Sequence[StoredSpan]) -> Iterator[list[OpenSegment]]:
-        """The segments of spans, for one more reader of each, unless the body raises; raises as
-        `acquire`."""
+        """Acquire the segments of spans; releases them if the body raises. Raises as `acquire`."""
         segments = list[OpenSegment]()
         try:
             for span in spans:
@@ -314,7 +312,7 @@ class SegmentReaders:
     def open_spans(
         self, spans: Sequence[StoredSpan], segments: Sequence[OpenSegment], *, codes: bool
     ) -> list[OpenSpan]:
-        """What a source of consecutive spans reads in segments that were acquired for it."""
+        """Return the `OpenSpan`s of a source of consecutive spans, whose segments were acquired."""
         assert codes or self._shape.exact, "only codes are kept"
         self._cache.placement.advance()
         return [
@@ -338,7 +336,7 @@ class SegmentReaders:
                 self.release(segment_id)
 
     def close(self, seconds: float) -> None:
-        """Release the segments that can be released in `seconds`, and end the thread."""
+        """Release the segments whose reads end within `seconds`, and end the threads."""
         deadline = time.monotonic() + seconds
         while self._closing and time.monotonic() < deadline:
             self.settle()
@@ -350,7 +348,7 @@ class SegmentReaders:
 
     @locked
     def check(self, segment_id: str) -> None:
-        """Check what is known of a segment in the tree."""
+        """Check the readers of a segment in the tree."""
         if (opened := self._open.get(segment_id)) is not None:
             assert opened.readers > 0
 

@@ -1,9 +1,9 @@
-"""The store of prefixes: finds them, hands them to readers, takes new ones.
+"""The store of prefixes: matches them, opens them for readers, takes new ones.
 
-One thread (the scheduler's) owns the store: tree, quota, readers and caches change only there.
-Disk access happens on other threads, whose results `poll` collects. So a request never waits for a
-write, no lock is needed, and a failure of the disk goes no further than this: the store is degraded
-(`Health`), finds and accepts nothing, and recovers by itself.
+Thread: scheduler. Tree, quota, readers and caches change only there. Disk access happens on other
+threads, whose results `poll` collects. So a request never waits for a write, no lock is needed, and
+a failure of the disk only degrades the store (`Health`), which then matches and accepts nothing,
+and recovers by itself.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from impress_sglang.transfer.sources import StoredSource
 
 logger = logging.getLogger(__name__)
 
-# The most that expire in one poll.
+# Maximum number of segments that expire in one poll.
 MOST_EXPIRED = 64
-# The most that one step checks.
+# Maximum number of segments, and of chunks, that one step checks.
 CHECKED_SEGMENTS = 8
-# How long a segment of another server that cannot be read now is not used, in seconds.
+# Seconds for which a segment of another server is not used after it could not be read.
 REST_SECONDS = 60.0
 CHECKED_CHUNKS = 1024
 
 
 class PrefixStore:
-    """Stored prefixes of one model on one SSD directory, with the chunk caches above it."""
+    """Stored prefixes of one model on one SSD directory, and their chunk caches."""
 
     def __init__(
         self,
@@ -68,18 +68,19 @@ class PrefixStore:
         budget: WriteBudget | None = None,
         codec: Codec | None = None,
     ) -> None:
-        """Open the store, or take over the parts of it that another thread has opened.
+        """Open the store, or take over parts of it that another thread has opened.
 
         Args:
             config: options of the server.
             identity: model identity.
             shape: shape of the model's KVs.
-            device: where attention runs; the CPU if not given.
+            device: device where attention runs; None for the CPU.
             files: file system to use; None for the installed one.
-            disk: opened for the same identity; it is still the caller's if this raises.
-            memory: for the same configuration and shape, emptied; None to allocate it.
-            lookahead, budget: what requests wait for, and what may be written; None: new ones.
-            codec: codes KVs; None if the shape has no codes.
+            disk: disk opened for the same identity; the caller still owns it if this raises.
+            memory: emptied memory for the same configuration and shape; None to allocate it.
+            lookahead: tokens that requests wait for; None for a new object.
+            budget: write budget of the server; None for a new one.
+            codec: codec of the KVs; None if the shape has no codes.
 
         Raises:
             ConfigError: the directory cannot be used, or the caches do not fit in memory.
@@ -103,7 +104,7 @@ class PrefixStore:
         self.segments = SegmentReaders(config, shape, *parts)
         self._closed = False
         self._tasks: list[tuple[DiskTask | Suspect, Future[Any]]] = []
-        # Those of other servers.
+        # Purges ordered by other servers.
         self._orders: list[Purge] = []
         budget = budget or WriteBudget(config.write_gb_per_day)
         self.quota = Quota(config, self._disk, self.segments, lookahead, budget)
@@ -113,14 +114,14 @@ class PrefixStore:
         self.stats, self.miss_log = self.writes.stats, self.writes.miss_log
 
     def match(self, namespace: str, tokens: Tokens, *, least: Quality = EXACT) -> StoredMatch:
-        """The longest published prefix of `tokens` in a quality of at least `least`."""
+        """Return the longest published prefix of `tokens`, in a quality of at least `least`."""
         self.poll()
         if not self.health.readable:
             return StoredMatch()
         return self.tree.match(self.namespace(namespace), tokens, least=least)
 
     def close_source(self, source: StoredSource) -> None:
-        """Close a source: count what it has read, and allow its segments to be removed again."""
+        """Close a source and count its reads; its segments may be removed again."""
         self.segments.close_source(source)
         self.ahead.leave(source)
         self.stats.bytes_read += source.stats.ssd_bytes
@@ -128,9 +129,9 @@ class PrefixStore:
         self.stats.bytes_read_ahead_used += source.stats.ahead_used_bytes
 
     def poll(self) -> None:
-        """Collect the results of other threads, and start work that is due; never waits.
+        """Collect the results of other threads, and start due work; never waits.
 
-        All that depends on a clock, the disk or a thread enters the tree here and nowhere else.
+        Everything that depends on a clock, the disk or a thread changes the tree only here.
         """
         if not self._closed:
             self._take()
@@ -146,9 +147,9 @@ class PrefixStore:
         for news in self._disk.peers.take():
             self._hear(news)
         self.places.place_again()
-        # An order to purge may concern only the one that is to be used.
+        # Not before orders to purge, which may concern only the duplicate that stays.
         for double, other in () if self._orders else self.places.take_doubles():
-            # A bucket's are stored here as well, to be read from here.
+            # With a bucket, each server stores its own copy, to read it from its drive.
             if bucket is None and not self.quota.is_needed(double):
                 self.writes.discard([double], MissCause.EVICTED)
                 self.places.forget(other.segment_id)
@@ -169,14 +170,13 @@ class PrefixStore:
             elif task is DiskTask.PROBE:
                 self._take_answer(future.result())
             else:
-                # A look that failed for another reason says nothing about the segment.
+                # A look that failed for another reason is no verdict on the segment.
                 self._judge(task, Verdict.UNCLEAR if future.exception() else future.result())
 
     def _hear(self, news: PeerEvent) -> None:
-        """Act on what another server has told."""
         if (added := news.added) is not None:
             bucket = self._disk.bucket if news.far else None
-            # Here, or with another server, under any name.
+            # Stored by this or another server, under any id.
             known = bucket is not None and (added.segment_id in self.tree or bucket.has_own(added))
             self.places.add(added, known=known)
         elif news.gone:
@@ -194,29 +194,29 @@ class PrefixStore:
                 logger.warning("an order of another server is of another version: %s", error)
 
     def _begin_due(self) -> None:
-        # When results are known: one that was there long ago is not late.
+        # After results were taken: a result that came long ago is not late.
         self._tasks += [(task, self._disk.begin(task)) for task in self.health.due()]
         if self.health.writable:
             self._disk.note_uses()
 
     def expire(self, now: float, most: int = MOST_EXPIRED) -> None:
-        """Remove at most so many segments that have expired; `now` is a time of `time.time`."""
+        """Remove at most `most` segments that have expired; `now` is a time of `time.time`."""
         due = self.tree.order.take_due(now, most)
-        # A killed process leaves none behind what has gone.
+        # Dependents first, so that a killed process leaves no segment without its parent.
         due.sort(key=lambda segment: -segment.info.prefix_len)
         self.writes.discard(due, MissCause.EXPIRED)
 
     def tell(self, order: Mapping[str, Any]) -> None:
-        """Tell other servers an order to purge."""
+        """Send an order to purge to other servers."""
         self.worker.submit(self.worker.record, {"purge": order})
         if self._disk.bucket is not None:
             self._disk.bucket.tell(order)
 
     def report(self, error: PrefixUnreadable) -> None:
-        """Report an unreadable segment: it is not used until a second look has found it good."""
+        """Report an unreadable segment, which is not used until a second look finds it good."""
         segment = self.tree.get(error.segment_id)
         if segment is not None and segment.home is not None:
-            # Its server finds out by itself what is wrong; the disk need not be.
+            # Its server looks itself; the disk of this server need not be at fault.
             logger.warning("%s; another server has it", error)
             if isinstance(error, StoreUnavailable):
                 self.places.set_aside(segment.apart(), REST_SECONDS)
@@ -232,7 +232,6 @@ class PrefixStore:
             self.health.suspect(segment)
 
     def summary(self) -> dict[str, Any]:
-        """Counters and sizes for the statistics page."""
         return {
             **dataclasses.asdict(self.stats),
             "directory": str(self._disk.directory.path),
@@ -250,7 +249,7 @@ class PrefixStore:
         }
 
     def check_steps(self) -> Iterator[None]:
-        """Compare a little for each item taken; anything may happen between two of them."""
+        """Check the store's invariants step by step; it may change between two steps."""
         segments = list(self.tree.segments())
         for first in range(0, len(segments), CHECKED_SEGMENTS):
             checked = segments[first : first + CHECKED_SEGMENTS]
@@ -263,7 +262,7 @@ class PrefixStore:
                 yield
 
     def _check(self, segments: Sequence[StoredSegment]) -> None:
-        """Compare some segments of the tree, and sums, with other parts of the store."""
+        """Check some segments of the tree, and sums, against other parts of the store."""
         pending = set(self.writes)
         assert self.quota.pending_bytes == sum(write.file_bytes for write in pending)
         assert self.tree.file_bytes == sum(self.tree.held.values())
@@ -277,7 +276,7 @@ class PrefixStore:
     def close(self) -> None:
         """Finish writes, record access times, close files and release the lock; idempotent.
 
-        Work that does not end within `--impress-io-timeout` is left behind.
+        Work that does not end within `--impress-io-timeout` is left running.
         """
         if not self._closed:
             memory = self.retire()
@@ -285,7 +284,7 @@ class PrefixStore:
             memory.close()
 
     def retire(self) -> StoreMemory:
-        """Do the first half of `close`, on the store's thread; the caller owns the memory then.
+        """Do the first half of `close`; the caller owns the returned memory.
 
         If all writes were abandoned, `leave_disk` may run on another thread.
         """
@@ -312,7 +311,7 @@ class PrefixStore:
             self.writes.lose(suspect.segment, MissCause.DAMAGED)
 
     def _take_answer(self, answer: Answer) -> None:
-        """Take the answer to a probe of a failed disk: go on with the segments on it now."""
+        """Take the result of a probe: resume reading, and suspect segments without a file."""
         found, error = answer
         if found is not None and not self.health.readable:
             try:
@@ -320,12 +319,12 @@ class PrefixStore:
             except (ConfigError, OSError) as failure:
                 found, error = None, failure
             else:
-                # A segment that the answer lacks may have been written after the probe.
+                # Only suspects, because they may have been written after the probe.
                 for segment in self.tree.segments():
                     local = segment.ready and segment.home is None
                     if local and segment.segment_id not in found:
                         self.health.suspect(segment)
-        # This comes before `catch_up`, which may fail again.
+        # Before `catch_up`, which may fail again.
         self.health.probed(error, readable=found is not None)
         if error is None:
             self.worker.submit(self.worker.catch_up)

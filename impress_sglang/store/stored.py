@@ -1,4 +1,4 @@
-"""What is stored of a token sequence: segments, and spans of their tokens."""
+"""Stored segments, spans of their tokens, and matches of a prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from impress_sglang.storage.segment import Priority, SegmentInfo, Tokens
 
 
 class SegmentState(enum.Enum):
-    """What can be done with a segment of the tree."""
+    """State of a segment of the tree."""
 
     PENDING = "pending"
     """Its file is being written."""
@@ -26,28 +26,30 @@ class SegmentState(enum.Enum):
     SUSPECT = "suspect"
     """It could not be read; a second look decides."""
     LOST = "lost"
-    """It has no file; if it is still in the tree, others build on it."""
+    """It has no file; in the tree it is a tombstone, on which other segments build."""
 
 
 Children: TypeAlias = "dict[int, dict[int, list[StoredSegment]]]"
-"""Segments by how many tokens are before them and by their first token, best quality first; there
-is one of each quality."""
+"""Segments by their prefix length and first token, best quality first, and one per quality."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class StoredSegment:
     """A segment in the tree.
 
-    `home` is the folder of the other server that has its file, None: it is ours; `file_bytes` are
-    those of ours.
-
-    `dependents` counts segments attached below it, by their `level`; `last_access` is a logical
-    time; `history` is what `paper/` learns of its tokens; `written` is when its file was, as of
-    `time.time`, and `due` when it expires; `above` is a hint of an earlier process, what it was
-    attached to. `children` are the segments that build on it, see `Children`;
-    `states` are the places of those among them that are states, ascending.
-
-    Segments of a lower `level` leave the SSD before it.
+    Attributes:
+        file_bytes: size of its file; 0 if only another server or the bucket has it.
+        last_access: logical time of the last use, see `EvictionOrder.now`.
+        written: time of `time.time` at which its file was written.
+        above: hint of an earlier process: id of the segment to which it was attached.
+        home: folder of the other server that has its file, or the bucket's URL; None for a file of
+            this server.
+        dependents: number of children by their `level`.
+        children: segments that build on it.
+        states: prefix lengths of the children that are recurrent states, ascending.
+        history: statistics of its tokens that `paper/` collects.
+        due: time at which it expires.
+        level: priority for eviction: segments of a lower level are evicted earlier.
     """
 
     info: SegmentInfo
@@ -71,11 +73,11 @@ class StoredSegment:
         self.level = self.own_level
 
     def apart(self, **changes: Any) -> StoredSegment:
-        """The same segment outside the tree."""
+        """Return a copy outside the tree."""
         return dataclasses.replace(self, **{"above": self.use[3], **changes})
 
     def prompt(self) -> Tokens:
-        """All tokens from the start of a prompt to the end of a segment of the tree, int32 [n]."""
+        """Return all tokens from the start of a prompt to the end of the segment, int32 [n]."""
         parts, above = [self.info.tokens], self
         while above.parent is not None:
             length = above.info.prefix_len - above.parent.info.prefix_len
@@ -84,45 +86,42 @@ class StoredSegment:
         return np.concatenate(parts[::-1])
 
     def may_be_read(self, now: float) -> bool:
-        """Whether it is ready, and has not expired: of many that have, some are still there."""
+        """Whether it is ready and has not expired; expired segments are removed step by step."""
         return self.ready and now < self.due
 
     @property
     def own_level(self) -> Priority:
-        """The highest of its priority (a hole has none) and its dependents' levels."""
+        """Maximum of its priority (a tombstone has none) and its dependents' levels."""
         priority = Priority.LOW if self.lost else self.info.priority
         return max(priority, *(level for level in Priority if self.dependents[level]), Priority.LOW)
 
     @property
     def num_dependents(self) -> int:
-        """Segments attached below it."""
         return sum(self.dependents)
 
     @property
     def segment_id(self) -> str:
-        """Name of the segment."""
         return self.info.segment_id
 
     @property
     def use(self) -> tuple[str, int, int, str]:
-        """What the journal has of it: name, last access, hits, and what it builds on."""
+        """Entry of the journal: id, last access, hits, and id of the parent."""
         parent = self.parent
         above = self.above if parent is None else parent.segment_id
         return self.segment_id, self.last_access, self.hits, above
 
     @property
     def stop(self) -> int:
-        """How many tokens there are from the start of a prompt to its end."""
+        """Number of tokens from the start of a prompt to its end."""
         return self.info.prefix_len + self.info.num_tokens
 
     @property
     def lost(self) -> bool:
-        """Whether it has no file any more; in the tree it is a hole then."""
+        """Whether it has no file; in the tree it is a tombstone then."""
         return self.state is SegmentState.LOST
 
     @property
     def ready(self) -> bool:
-        """Whether it can be read."""
         return self.state is SegmentState.READY
 
     @property
@@ -151,20 +150,20 @@ class StoredMatch:
 
     @property
     def num_tokens(self) -> int:
-        """Length of the match."""
         return sum(map(len, self.spans))
 
     @property
     def quality(self) -> Quality:
-        """The quality of the whole, that of its worst part."""
+        """Quality of the match: that of its worst part."""
         return functools.reduce(Quality.worst, (s.segment.info.quality for s in self.spans), EXACT)
 
     def with_windows(self, window: int, page: int) -> int:
-        """The longest prefix in whole pages whose last `window` tokens have all their KVs."""
+        """Return the length of the longest prefix in whole pages whose last `window` tokens have
+        all their KVs."""
         longest = stop = first = 0
         for span in self.spans:
             missing = min(span.segment.info.windows_from - span.start, len(span))
-            # From here on there are all KVs without a gap.
+            # From here on all KVs are stored without a gap.
             first = stop + missing if missing > 0 else first
             stop += len(span)
             end = stop // page * page
@@ -173,7 +172,7 @@ class StoredMatch:
         return longest
 
     def slice(self, start: int, stop: int) -> tuple[StoredSpan, ...]:
-        """The spans of the tokens [start, stop)."""
+        """Return the spans of the tokens [start, stop)."""
         parts, first = [], 0
         for span in self.spans:
             low, high = max(start - first, 0), min(stop - first, len(span))

@@ -1,18 +1,18 @@
-"""The tree of stored prefixes: which segments hold the KVs of a token sequence.
+"""The tree of stored prefixes: maps token sequences to the segments that hold their KVs.
 
-A radix tree per namespace (SGLang's `extra_key` and `cache_salt`), whose nodes are segments: others
-may branch off at any of its tokens, which moves no data. KVs of the same tokens in different
-qualities are different children, so that they are never mixed unnoticed.
+A radix tree per namespace (SGLang's `extra_key` and `cache_salt`), whose nodes are segments.
+Children may branch off at any token of a segment, which moves no data. KVs of the same tokens in
+different qualities are different children, so that they are never mixed unnoticed.
 
-What others build on of a segment that has lost its file stays in the tree as a hole, a lost segment
-of its own. It is filled, perhaps in part, when its tokens are stored again.
+When a segment loses its file, the tokens before its last child stay in the tree as a tombstone, a
+new segment in state `LOST`. When its tokens are stored again, it is filled, perhaps in part.
 
 Invariants (`check`):
-  * a segment is a child of its parent, at that of the parent's tokens at which it begins;
+  * a segment is a child of its parent, at the parent's token at which it begins;
   * `dependents` counts the children;
-  * no segment leaves the disk at a lower level than what hangs below it;
-  * something hangs below the last token of a hole;
-  * no segment is of better quality than the one above it.
+  * no segment has a lower level than its children;
+  * a tombstone has a child after its last token;
+  * no segment is of better quality than its parent.
 """
 
 from __future__ import annotations
@@ -44,29 +44,28 @@ from impress_sglang.store.stored import (
     StoredSpan,
 )
 
-# Of how many states of a match it is asked whether they may be read.
+# Number of recurrent states of a match that are considered.
 _MOST_STATES = 256
 
 
 class StoredTree:
-    """Finds and keeps stored prefixes; not thread-safe, one thread owns it."""
+    """Finds and keeps stored prefixes; not thread-safe."""
 
     def __init__(self, content: ContentIndex | None = None, ttl: float = 0.0) -> None:
-        """Begin with an empty tree.
+        """Create an empty tree.
 
-        `content` is kept in step with it; None: tokens are found behind their prefix only. `ttl` is
-        in how many seconds segments expire that have no shorter time; 0: never.
+        `content`: index that gets all segments of the tree; None to find tokens only after their
+        prefix. `ttl`: seconds after which all segments expire, unless they do earlier; 0: never.
         """
         self.content = content
-        # By namespace, what begins with the first token of a prompt.
+        # Segments at the start of a prompt, by namespace.
         self._roots: dict[str, Children] = {}
         self._segments: dict[str, StoredSegment] = {}
         self.file_bytes = 0
         """Bytes of the files of all segments, including those that are being written."""
         self.held = Counter[str]()
-        """The part of them that each namespace has; no value is 0."""
+        """The same per namespace; no value is 0."""
         self.order = EvictionOrder(ttl)
-        """The order in which segments were used."""
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -75,11 +74,11 @@ class StoredTree:
         return segment_id in self._segments
 
     def get(self, segment_id: str) -> StoredSegment | None:
-        """The segment of this name; None if it is not in the tree."""
+        """Return the segment with this id; None if it is not in the tree."""
         return self._segments.get(segment_id)
 
     def segments(self) -> Iterator[StoredSegment]:
-        """All segments, ready or not."""
+        """Return all segments, in any state."""
         return iter(self._segments.values())
 
     def match(
@@ -90,10 +89,11 @@ class StoredTree:
         least: Quality = EXACT,
         only_ready: bool = True,
     ) -> StoredMatch:
-        """The longest stored prefix of `tokens`. O(len(tokens)); changes nothing.
+        """Return the longest stored prefix of `tokens`, in O(len(tokens)); changes nothing.
 
-        Of children that begin with the same token, the best one is followed, if it suffices. The
-        match ends before a segment that cannot be read, unless `only_ready` is False.
+        Among children with the same first token, the best one is followed, if its quality is at
+        least `least`. The match ends before a segment that cannot be read, unless `only_ready` is
+        False.
         """
         spans, position, now = list[StoredSpan](), 0, time.time()
         children = self._roots.get(namespace, {})
@@ -107,9 +107,9 @@ class StoredTree:
         return StoredMatch(tuple(spans))
 
     def states_in(self, match: StoredMatch) -> Iterator[int]:
-        """How many tokens of a match are before each state that may be read now, the last first.
+        """Yield the prefix lengths of readable states in a match, descending.
 
-        Only the last ones are looked at: requests wait meanwhile.
+        Only the last `_MOST_STATES` states are considered, because requests wait meanwhile.
         """
         now, left = time.time(), _MOST_STATES
         for span in reversed(match.spans):
@@ -122,23 +122,23 @@ class StoredTree:
                     yield place
 
     def state_behind(self, match: StoredMatch) -> tuple[StoredSpan, ...]:
-        """The state where a match ends, if there is one that may be read now."""
+        """Return the state at the end of a match, if one is stored and can be read now."""
         if not match.spans:
             return ()
         last = match.spans[-1]
         return _state_at(last.segment, last.segment.info.prefix_len + last.stop, time.time())
 
     def below(self, namespace: str | None, prefix: Tokens | None = None) -> Iterator[StoredSegment]:
-        """Segments that have the end of a prefix or tokens behind it, in all qualities.
+        """Yield the segments that have the end of a prefix or tokens after it, in all qualities.
 
-        A segment comes after those that build on it. `namespace`, `prefix`: None for all. Segments
-        are found lazily, so the first ones cost the same however many follow; the tree must not
-        change meanwhile.
+        A segment comes after its descendants. `namespace`, `prefix`: None for all. Segments are
+        found lazily, so the time of the first ones does not depend on their number; the tree must
+        not change meanwhile.
         """
         prefix = np.empty(0, np.int32) if prefix is None else prefix
         for name in self._roots if namespace is None else (namespace,):
             for end in self._ends(name, prefix):
-                # Each segment on the way down, with those that build on it and are still to come.
+                # The segments on the path, each with its children that are still to come.
                 stack = [(end, _each(self._below(name, end), len(prefix)))]
                 while stack:
                     segment, children = stack[-1]
@@ -150,15 +150,15 @@ class StoredTree:
                         yield segment
 
     def ends(self, namespace: str, prefix: Tokens) -> set[StoredSegment]:
-        """Segments that have the last token of a prefix, in all qualities, also lost ones."""
+        """Return the segments that have the last token of a prefix, in all qualities and states."""
         return {end for end in self._ends(namespace, prefix) if end is not None}
 
     def on_top(self, segment: StoredSegment) -> Iterator[StoredSegment]:
-        """Segments that build directly on one; found lazily, as by `below`."""
+        """Yield the children of a segment lazily, as `below`."""
         return _each(segment.children)
 
     def touch(self, match: StoredMatch) -> None:
-        """Count an access to every segment of a match, and to the state behind it."""
+        """Count a use of every segment of a match, and of the state at its end."""
         spans = (*match.spans, *self.state_behind(match))
         if spans:
             self.order.note(spans[-1].segment)
@@ -168,18 +168,18 @@ class StoredTree:
     def insert(self, segment: StoredSegment, prefix: Tokens) -> bool:
         """Attach a segment after the tokens `prefix`; False if that prefix is not in the tree.
 
-        Any path of these tokens will do whose quality suffices for the segment; see `attach`.
+        It is attached to any path of these tokens whose quality suffices; see `attach`.
         """
         assert segment.info.prefix_len == len(prefix)
         ends = self._ends(segment.info.namespace, prefix, segment.info.quality)
         return any(self.attach(segment, above) for above in ends)
 
     def attach(self, segment: StoredSegment, above: StoredSegment | None) -> bool:
-        """Attach a segment to one that has the tokens before it, None: there are none.
+        """Attach a segment to one that has the token before it, or None at the start of a prompt.
 
-        Holes of its quality along its first tokens are filled, the last one perhaps only in part.
-        It is refused if its other tokens begin like stored ones of its quality there, or if those
-        above are of too bad quality: the caller matches first and stores only new tokens.
+        Tombstones of its quality along its first tokens are filled, the last one perhaps only in
+        part. Returns False if the next token is already stored there in its quality, or if the
+        quality of `above` does not suffice: the caller matches first and stores only new tokens.
         """
         info, holes = segment.info, list[StoredSegment]()
         if info.segment_id in self._segments:
@@ -203,7 +203,7 @@ class StoredTree:
         return True
 
     def replace(self, segment: StoredSegment, info: SegmentInfo, file_bytes: int) -> None:
-        """Give a segment another file with the same tokens, which is one of ours."""
+        """Give a segment another file with the same tokens, in this server's folder."""
         assert np.array_equal(segment.info.tokens, info.tokens)
         renamed = info.segment_id != segment.segment_id
         del self._segments[segment.segment_id]
@@ -215,10 +215,10 @@ class StoredTree:
             self.order.change(changed)
 
     def lose(self, segment: StoredSegment) -> None:
-        """Mark a segment as lost: it has no file any more.
+        """Remove a segment that has lost its file.
 
-        Of its tokens those that others build on become a hole. Holes above it that nothing builds
-        on then leave the tree.
+        Its tokens before its last child become a tombstone. Tombstones above it that are left
+        without children are removed from the tree.
         """
         segment.state, above = SegmentState.LOST, segment.parent
         self._leave(segment)
@@ -231,9 +231,9 @@ class StoredTree:
         self.order.settle(above)
 
     def check(self, segment: StoredSegment) -> None:
-        """Check that a segment has its place in the tree.
+        """Check a segment's place in the tree.
 
-        The time does not depend on how many segments build on it, unless it is a hole.
+        The time does not depend on the number of its children, unless it is a tombstone.
         """
         info, above = segment.info, segment.parent
         assert self._segments[segment.segment_id] is segment
@@ -257,8 +257,8 @@ class StoredTree:
     def _alike(
         self, segment: StoredSegment, stop: int, above: StoredSegment | None
     ) -> StoredSegment | None:
-        """What goes on behind `stop` tokens of a prompt as a segment does, in the same quality:
-        `above` or one that builds on it."""
+        """Return the segment that has the same token after `stop` tokens of a prompt as a new one,
+        in the same quality: `above` or one of its children."""
         info = segment.info
         if stop == segment.stop:
             return None
@@ -270,7 +270,7 @@ class StoredTree:
         return next((child for child in found if child.info.quality == info.quality), None)
 
     def _adopt(self, above: StoredSegment, children: Children) -> None:
-        """Let what has built on one segment build on another."""
+        """Make the children of one segment children of another."""
         above.children |= children
         states = (at for at, place in children.items() if STATE_TOKEN in place)
         above.states = sorted([*above.states, *states])
@@ -282,7 +282,7 @@ class StoredTree:
             self.order.change(child)
 
     def _join(self, segment: StoredSegment, above: StoredSegment | None) -> None:
-        """Put a segment, with what builds on it, into the tree."""
+        """Put a segment, with its children, into the tree."""
         info = segment.info
         segment.parent, segment.level = above, segment.own_level
         if above is None:
@@ -302,7 +302,7 @@ class StoredTree:
             self.content.add(segment)
 
     def _leave(self, segment: StoredSegment) -> None:
-        """Take a segment out of the tree, but not what builds on it."""
+        """Take a segment out of the tree, but not its children."""
         info, above = segment.info, segment.parent
         del self._segments[info.segment_id]
         children, token = self._below(info.namespace, above), int(info.tokens[0])
@@ -324,7 +324,7 @@ class StoredTree:
         self.order.remove(segment)
 
     def _count(self, segment: StoredSegment, more: int) -> None:
-        """Count bytes of the file of a segment, perhaps fewer than 0."""
+        """Count `more` bytes of a segment's file, which may be negative."""
         self.file_bytes += more
         self.held[segment.info.namespace] += more
         if not self.held[segment.info.namespace]:
@@ -333,15 +333,15 @@ class StoredTree:
     def _dig(
         self, old: StoredSegment, start: int, children: Children, above: StoredSegment | None
     ) -> None:
-        """Make a hole of the tokens of a lost segment that come after `start` tokens of a prompt,
-        and that `children` build on."""
+        """Make a tombstone of the tokens of a lost segment from position `start` of the prompt to
+        its last child in `children`, if it has any."""
         if not children:
             return
         info, first = old.info, old.info.prefix_len
         info = dataclasses.replace(
             info,
             segment_id=uuid.uuid4().hex,
-            # No file needs it: whoever fills the hole knows all tokens before it.
+            # Not needed without a file: a segment that fills it comes with all tokens before it.
             prefix_digest="",
             prefix_len=start,
             tokens=info.tokens[start - first : max(children) - first],
@@ -352,7 +352,7 @@ class StoredTree:
         self._join(hole, above)
 
     def _split(self, hole: StoredSegment, stop: int) -> None:
-        """Make two of a hole that goes on behind `stop` tokens of a prompt."""
+        """Split a tombstone that continues after `stop` tokens of a prompt."""
         behind = {at: child for at, child in hole.children.items() if at > stop}
         for at in behind:
             del hole.children[at]
@@ -363,10 +363,11 @@ class StoredTree:
     def _ends(
         self, namespace: str, prefix: Tokens, least: Quality | None = None
     ) -> Iterator[StoredSegment | None]:
-        """Segments that have the last token of a prefix, best paths first; None for no tokens.
+        """Yield the segments that have the last token of a prefix, best paths first; None for an
+        empty prefix.
 
-        A match follows the best child only; what was stored before that one existed is on others.
-        `least`: None for all qualities, also behind holes.
+        A match follows only the best child; segments stored before it existed are on other paths.
+        `least`: None for all qualities, also after tombstones.
         """
         stack: list[tuple[StoredSegment | None, int]] = [(None, 0)]
         while stack:
@@ -381,8 +382,8 @@ class StoredTree:
 
 
 def _state_at(segment: StoredSegment, place: int, now: float) -> tuple[StoredSpan, ...]:
-    """The state behind so many tokens of a prompt, of which a segment has the last, if there is one
-    that may be read now."""
+    """Return the state after `place` tokens of a prompt, the last of which a segment has, if one is
+    stored and can be read now."""
     state = next(_choices(segment.children, place, STATE_TOKEN, EXACT), None)
     if state is None or not state.may_be_read(now):
         return ()
@@ -390,7 +391,7 @@ def _state_at(segment: StoredSegment, place: int, now: float) -> tuple[StoredSpa
 
 
 def _shorten(hole: StoredSegment) -> None:
-    """Let a hole end where the last one begins that builds on it."""
+    """Let a tombstone end where its last child begins."""
     length = max(hole.children) - hole.info.prefix_len
     hole.info = dataclasses.replace(hole.info, tokens=hole.info.tokens[:length])
 
@@ -398,13 +399,14 @@ def _shorten(hole: StoredSegment) -> None:
 def _choices(
     children: Children, place: int, token: int, least: Quality | None
 ) -> Iterator[StoredSegment]:
-    """Children that begin with a token and suffice, best first; `least`: None for all.
+    """Yield the children with this first token and at least this quality, best first; `least`: None
+    for all.
 
-    A hole of better quality is left out: it cannot be read, and worse KVs cannot fill it.
+    A tombstone of better quality is left out: it cannot be read, and worse KVs cannot fill it.
     """
     for child in children.get(place, {}).get(token, ()):
         quality = child.info.quality
-        # The usual case, in which both are exact, is decided first.
+        # The common case, in which both are exact, is decided first.
         if (
             quality is least
             or quality == least
@@ -415,6 +417,6 @@ def _choices(
 
 
 def _each(children: Children, first: int = 0) -> Iterator[StoredSegment]:
-    """Segments that come after `first` tokens of a prompt or later."""
+    """Yield the children after `first` tokens of a prompt or later."""
     places = (child for at, child in children.items() if at >= first)
     return itertools.chain.from_iterable(same for tokens in places for same in tokens.values())

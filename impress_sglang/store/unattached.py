@@ -1,7 +1,8 @@
-"""Where segments belong in the tree that an earlier process has left, or other servers have stored.
+"""Attaches segments of an earlier process, or of other servers, to the tree, or keeps them apart.
 
-A segment names its place by what it builds on and by the digest of all tokens before it. As long as
-that is not in the tree, or others that begin like it are there, it is kept and tried again.
+A segment contains the id of the segment it builds on, and the digest of all tokens before it. As
+long as these tokens are not in the tree, or a segment with the same first tokens is, it is kept
+here, and attached later if possible.
 """
 
 from __future__ import annotations
@@ -22,52 +23,55 @@ from impress_sglang.store.prefix_hashes import begun_digest, extended, prefix_di
 from impress_sglang.store.stored import StoredSegment
 from impress_sglang.store.tree import StoredTree
 
-# Seconds between two attempts to place what has no place, how many are tried, in how many segments
-# of the tree a place is looked for, and for how long each.
+# Seconds between two attempts to attach segments; per attempt, maximum number of segments tried, of
+# segments of the tree searched for a parent, and of seconds for each of both.
 _AGAIN_SECONDS, _TRIED_AGAIN, _SEARCHED, _SEARCH_SECONDS = 1.0, 64, 512, 0.002
-# What two servers have written within so many seconds, they have written at once. Less than for how
-# long they do not use what they cannot read.
+# Two servers write the same tokens simultaneously if they do so within this time. It is shorter
+# than the time for which they do not use a segment that cannot be read.
 _AT_ONCE_SECONDS = 30.0
 
 _Order: TypeAlias = tuple[str | None, bytes | None, float]
-"""What is purged: namespace or all, the bytes of a prefix or all of it, written until when."""
+"""Order to purge: namespace, bytes of the prefix's tokens (None for all), and time up to which
+segments must have been written."""
 _Digests: TypeAlias = dict[StoredSegment, hashlib.blake2b]
 
 
 class UnattachedSegments:
-    """Finds places, and has the segments without one, and the names of those that are not wanted;
-    the store's thread owns it."""
+    """Segments that are not in the tree yet, and ids of segments that must not be used.
+
+    Thread: the store's.
+    """
 
     def __init__(self, tree: StoredTree) -> None:
         self._tree = tree
         self._unplaced: dict[str, StoredSegment] = {}
-        # The same by the digest of what they build on, and how long that is in each namespace,
-        # ascending; there may be lengths of some that have gone.
+        # The same by prefix digest, and their prefix lengths by namespace, ascending; lengths of
+        # removed segments may remain.
         self._builders: dict[str, dict[str, StoredSegment]] = {}
         self._lengths: dict[str, list[int]] = {}
-        # Until when some of these are not tried.
+        # Times until which segments are not tried, by id.
         self._resting: dict[str, float] = {}
         self._unwanted: set[str] = set()
-        # Orders to purge, and when they were heard: what is told later may be of before them.
+        # Orders to purge, and their times of arrival: segments reported later may be older.
         self._purged: dict[_Order, float] = {}
         self.late: list[StoredSegment] = []
-        """What was purged and had no place in the tree: it has to be removed."""
+        """Purged segments that were not in the tree, which the caller removes."""
         self._doubles: list[tuple[StoredSegment, StoredSegment]] = []
         self._again_at = 0.0
-        # Those of the tree in which a place has not been looked for yet.
+        # Segments of the tree that are still to be searched for parents.
         self._search: Iterator[StoredSegment] = iter(())
 
     def restore(
         self, segments: Iterable[StoredSegment]
     ) -> tuple[list[StoredSegment], list[StoredSegment]]:
-        """Put segments of an earlier process, and of other servers, into an empty tree.
+        """Attach segments of an earlier process, and of other servers, to an empty tree.
 
-        What a segment was attached to is tried first; if the digest disagrees, all paths of the
+        The segment to which it was attached is tried first; if the digest differs, all paths of the
         right lengths are digested.
 
-        Returns, of our own, those of which a newer file has the same tokens in the same place, as
-        a crash may leave, and those whose place was not found: a segment above them is gone, or one
-        that was used later has their place.
+        Returns own segments that were not attached: those superseded by a newer file with the same
+        tokens in the same place, as a crash may leave, and orphans. An orphan's ancestor is
+        missing, or a segment that was used later has its place.
         """
         newest, older = dict[object, StoredSegment](), list[StoredSegment]()
         for segment in sorted(segments, key=_age):
@@ -75,7 +79,7 @@ class UnattachedSegments:
             place = info.tokens.tobytes(), info.prefix_digest, info.quality
             if newest.setdefault(place, segment) is not segment:
                 older.append(segment)
-        # Those of other servers come last: where they begin like own ones, these stay.
+        # Own segments first: they stay if those of other servers have the same first tokens.
         ordered = list(newest.values())
         ordered.sort(
             key=lambda segment: (
@@ -95,7 +99,8 @@ class UnattachedSegments:
         for segment in sorted(left, key=lambda segment: segment.info.prefix_len):
             before = None if segment.above in rootless else self._tokens_before(segment)
             if before is None:
-                # Nor can what builds on it have any: however long, a chain is walked once.
+                # Its descendants cannot be attached either, so a chain of any length is walked
+                # once.
                 rootless.add(segment.segment_id)
             elif self._tree.insert(segment, before):
                 self.forget(segment.segment_id)
@@ -110,8 +115,10 @@ class UnattachedSegments:
         return [segment for segment in older if segment.home is None], orphans
 
     def _put_below(self, segment: StoredSegment, digests: _Digests) -> bool:
-        """Put a segment where it was; False if that is unknown, or wrong. `digests`: of the tokens
-        before each segment of the tree."""
+        """Attach a segment to its former parent; False if that is unknown, or wrong.
+
+        `digests`: digest of the tokens before each segment of the tree.
+        """
         info, above = segment.info, self._tree.get(segment.above)
         if not info.prefix_len:
             above, digest = None, begun_digest(info.namespace)
@@ -120,15 +127,15 @@ class UnattachedSegments:
         else:
             length = info.prefix_len - above.info.prefix_len
             digest = extended(digests[above], above.info.tokens[:length])
-        # A namespace is part of the digest.
+        # The digest includes the namespace.
         same = digest.hexdigest() == info.prefix_digest
         if put := same and self._tree.attach(segment, above):
             digests[segment] = digest
         return put
 
     def add(self, segment: StoredSegment, *, known: bool = False) -> None:
-        """Put a segment of another server into the tree, or keep it until there is a place; not
-        if it is `known` by another name, or was purged."""
+        """Attach a segment of another server, or keep it until that is possible; not if its tokens
+        are `known`, stored under another id, or if it was purged."""
         if segment.segment_id in self._unwanted or (known and not self._purged):
             return
         before = self._tokens_before(segment)
@@ -138,7 +145,7 @@ class UnattachedSegments:
             return
         if known:
             return
-        # Being told of counts as a use.
+        # The report counts as a use.
         segment.last_access = min(segment.last_access, 0)
         if before is not None and self._tree.insert(segment, before):
             self.note_stored(segment)
@@ -148,8 +155,8 @@ class UnattachedSegments:
             self._doubles.append((double, segment))
 
     def _double(self, segment: StoredSegment, before: Tokens) -> StoredSegment | None:
-        """What this server has written of the same tokens at the same time, and should remove; None
-        if there is no such thing."""
+        """Return this server's segment of the same tokens, if both were written simultaneously and
+        this server is to remove its copy: both servers decide by the ids."""
         match = self._tree.match(
             segment.info.namespace,
             np.concatenate([before, segment.info.tokens]),
@@ -158,14 +165,16 @@ class UnattachedSegments:
         other = match.spans[-1].segment if match.spans else segment
         if other.home is not None or other.history is not None or _what(other) != _what(segment):
             return None
-        # What was written later may be there because the other one cannot be read.
+        # A later segment may have been written because the other one cannot be read.
         at_once = abs(segment.written - other.written) < _AT_ONCE_SECONDS
         lives = (segment.info.expires or math.inf) >= (other.info.expires or math.inf)
         return other if at_once and lives and segment.segment_id < other.segment_id else None
 
     def note_stored(self, segment: StoredSegment, digest: hashlib.blake2b | None = None) -> None:
-        """Let what has no place build on a new segment of the tree, if it has the right tokens;
-        `digest`: of the tokens before it, if at hand."""
+        """Make a new segment of the tree the future parent of kept segments that continue it.
+
+        `digest`: digest of the tokens before it, if the caller has it.
+        """
         if not self._unplaced:
             return
         info, first, done = segment.info, segment.info.prefix_len, 0
@@ -182,7 +191,7 @@ class UnattachedSegments:
                 builder.above = segment.segment_id
 
     def set_aside(self, segment: StoredSegment, seconds: float = 0.0) -> None:
-        """Keep a segment out of the tree until there is a place, and for so many seconds."""
+        """Keep a segment out of the tree for `seconds`, and until it can be attached."""
         info = segment.info
         self._unplaced[info.segment_id] = segment
         self._builders.setdefault(info.prefix_digest, {})[info.segment_id] = segment
@@ -205,18 +214,18 @@ class UnattachedSegments:
         return segment
 
     def forget(self, segment_id: str) -> None:
-        """Forget a segment whose server has removed it."""
+        """Drop a segment that its server has removed, or that is in the tree."""
         self._take(segment_id)
         self._resting.pop(segment_id, None)
         self._unwanted.discard(segment_id)
 
     def refuse(self, segment_id: str) -> None:
-        """Never use a segment again: it is damaged, or must not be served."""
+        """Never use a segment again, because it is damaged or was purged."""
         self._take(segment_id)
         self._unwanted.add(segment_id)
 
     def place_again(self) -> None:
-        """Try again, now and then, to place what had no place."""
+        """Try periodically to attach the kept segments."""
         if not self._unplaced or time.monotonic() < self._again_at:
             return
         self._search_places()
@@ -225,7 +234,7 @@ class UnattachedSegments:
         for segment_id in list(itertools.islice(self._unplaced, _TRIED_AGAIN)):
             segment = self._take(segment_id)
             assert segment is not None
-            # Behind the others, if it fails again.
+            # If it fails again, it is last in the queue.
             if now < self._resting.get(segment_id, now):
                 self.set_aside(segment)
             else:
@@ -235,8 +244,8 @@ class UnattachedSegments:
                 return
 
     def _search_places(self) -> None:
-        """Look on for a place in the tree: what a segment builds on may be there by another name
-        than its server's, which has lost it since."""
+        """Continue to search the tree for parents: a parent may be stored under another id than on
+        the server of its child, which has lost it since."""
         until = time.monotonic() + _SEARCH_SECONDS
         for number, segment in enumerate(self._search):
             if segment.segment_id in self._tree:
@@ -246,8 +255,8 @@ class UnattachedSegments:
         self._search = iter(list(self._tree.segments()))
 
     def refuse_unplaced(self, namespace: str | None, tokens: Tokens | None, before: float) -> None:
-        """Never use the segments without a place that belong to a prefix (see `Purge`), or may do,
-        and were written by then, also those told of later; they are `late`, too."""
+        """Never use kept segments that belong to a prefix (see `Purge`), or may belong to it, and
+        were written by the time `before`, nor those reported later; the former become `late`."""
         now = time.monotonic()
         self._purged = {purge: at for purge, at in self._purged.items() if now - at < ORDER_SECONDS}
         order = namespace, None if tokens is None else tokens.tobytes(), before
@@ -262,7 +271,7 @@ class UnattachedSegments:
         self.late += found
 
     def take_doubles(self) -> Iterator[tuple[StoredSegment, StoredSegment]]:
-        """What this server should remove, each with what another has, which is to be used."""
+        """Yield own segments to remove, each with the duplicate of another server that stays."""
         while self._doubles:
             double, other = self._doubles.pop()
             if (
@@ -273,7 +282,7 @@ class UnattachedSegments:
                 yield double, other
 
     def _tokens_before(self, segment: StoredSegment) -> Tokens | None:
-        """The tokens before a segment, by what it builds on; None if that is not known."""
+        """Return the tokens before a segment, from its ancestors; None if one is not known."""
         info, chain, seen = segment.info, [segment], {segment}
         while chain[-1].info.prefix_len and chain[-1].above not in self._tree:
             above = self._unplaced.get(chain[-1].above)
@@ -292,14 +301,14 @@ class UnattachedSegments:
 
 
 def _what(segment: StoredSegment) -> tuple[object, ...]:
-    """What segments have in common that may stand for each other."""
+    """Return the properties that duplicates have in common."""
     info = segment.info
     tokens = info.tokens.tobytes()
     return info.prefix_digest, tokens, info.quality, info.priority, info.windows_from
 
 
 def _concerns(order: _Order, segment: StoredSegment, before: Tokens | None = None) -> bool:
-    """Whether an order to purge concerns a segment behind these tokens; None: unknown ones."""
+    """Whether an order to purge concerns a segment; `before`: tokens before it, None if unknown."""
     namespace, prefix, until = order
     if segment.written > until or namespace not in (None, segment.info.namespace):
         return False
@@ -311,6 +320,6 @@ def _concerns(order: _Order, segment: StoredSegment, before: Tokens | None = Non
 
 
 def _age(segment: StoredSegment) -> tuple[bool, int, int, str]:
-    """Sort key of files: own ones first, then the newest."""
+    """Return the sort key of files: own ones first, then the newest."""
     use = -segment.info.generation, -segment.last_access
     return segment.home is not None, *use, segment.segment_id

@@ -1,8 +1,8 @@
-"""What is being stored: offers of KVs, and the writes of those that were accepted.
+"""Takes offers of KVs, and writes those that are accepted. Thread: the store's.
 
-Owned by the store's thread. An offer is decided at once: which of its tokens are stored already,
-what it builds on, whether there is room. The worker writes, and `poll` collects the results. What
-was fetched from a bucket becomes a file of the store in the same way, if there is room.
+An offer is decided immediately: which of its tokens are stored already, on which segment it builds,
+whether there is room. The worker writes, and `poll` collects the results. Objects fetched from a
+bucket become files of the store in the same way.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from impress_sglang.transfer.codecs import Codec
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two looks, during a wait for writes, at whether they still make progress.
+# Seconds between two checks for progress while waiting for writes.
 LOOK_SECONDS = 0.25
 # Seconds between two requests to other servers to make room.
 _ASK_SECONDS = 0.5
 
 
 class StoreOutcome(enum.Enum):
-    """What became of an offer to store a prefix."""
+    """Result of an offer to store a prefix."""
 
     ACCEPTED = "accepted"
     KNOWN = "known"
     UNREACHABLE = "unreachable"
     NO_SPACE = "no_space"
     SPENT = "spent"
-    """The write budget of the drive is spent for now."""
+    """The write budget of the drive is spent."""
     UNAVAILABLE = "unavailable"
     """The disk accepts no writes now."""
     NOT_CODABLE = "not_codable"
-    """Most of it turned out to have no codes before."""
+    """Most of it could not be coded in an earlier attempt."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -72,7 +72,7 @@ class StoreStats:
     segments_expired: int = 0
     segments_unreadable: int = 0
     segments_cleared: int = 0
-    """Of the unreadable ones, those that a second look has found good."""
+    """Unreadable segments that a second look has found good."""
     segments_quarantined: int = 0
     segments_gone: int = 0
     bytes_written: int = 0
@@ -93,14 +93,14 @@ class Offer:
         read_layers: given the number of leading tokens that are stored already, returns the reader
             of the KVs of the others. It is only called if the offer is accepted.
         on_done: called when the KVs are no longer needed, written or not.
-        abandon: called if the KVs are wanted back before that: from then on the reader must raise
+        abandon: called if the write is abandoned before that: from then on the reader must raise
             `WriteAbandoned`.
-        min_tokens: fewer new tokens than this are not worth a file.
+        min_tokens: minimum number of new tokens for a file.
         quality: quality of the new KVs.
-        available_from: the reader has no KVs of earlier tokens; those must be stored already.
+        available_from: first token whose KVs the reader has; earlier ones must be stored already.
         queries: gives the last queries of a layer; called after the KVs of the layer were read.
-        ttl: seconds after which the new KVs are removed; 0: only when room is needed.
-        priority: priority of the new KVs when room is needed.
+        ttl: seconds after which the new KVs expire; 0: never.
+        priority: priority of the new KVs for eviction.
         windows_from: tokens before this one lack the KVs of layers with sliding windows.
     """
 
@@ -126,7 +126,7 @@ class _Write:
 
 
 class SegmentWrites:
-    """Puts segments into the tree and removes them; iterates over those that are being written."""
+    """Puts segments into the tree and removes them; iterates over pending ones."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class SegmentWrites:
         self._segments = segments
         # Oldest first.
         self._writes = collections.deque[_Write]()
-        # What is being fetched, and its move into the store.
+        # An object of the bucket that is being moved into the store.
         self._moving: tuple[SegmentInfo, Future[None]] | None = None
         self._asked_at = -math.inf
 
@@ -165,17 +165,14 @@ class SegmentWrites:
         return self._health.writable and not self._quota.budget.is_spent
 
     def offer(self, namespace: str, offer: Offer) -> StoreOutcome:
-        """Store the new tokens of a prefix, in the background.
-
-        `namespace` separates requests with different `extra_key` or `cache_salt`.
-        """
+        """Store the new tokens of a prefix, in the background."""
         namespace = self._disk.namespace(namespace)
         if not self._health.writable:
             self.stats.offers_while_unavailable += 1
             return StoreOutcome.UNAVAILABLE
         tokens = offer.tokens
         known = self._tree.match(namespace, tokens, least=offer.quality, only_ready=False)
-        # The KVs are in SGLang's pool and need not be read, but this is a use as well.
+        # The KVs are in SGLang's pool and need not be read, but this is a use, too.
         self._tree.touch(known)
         start, stop = _missing(known, offer)
         if len(tokens) - start < offer.min_tokens:
@@ -187,7 +184,7 @@ class SegmentWrites:
             self.miss_log.note_tokens(namespace, tokens, MissCause.WRITE_BUDGET)
             return StoreOutcome.SPENT
         loss = self.miss_log.find(namespace, tokens[:stop], start)
-        # Most of it could not be coded when that was tried.
+        # Rejected if most of it could not be coded before.
         lost = 0 if loss is None or loss.cause is not MissCause.NOT_CODABLE else loss.num_tokens
         if 2 * lost >= stop - start:
             return StoreOutcome.NOT_CODABLE
@@ -209,15 +206,15 @@ class SegmentWrites:
         return StoreOutcome.ACCEPTED
 
     def poll(self) -> None:
-        """Publish what is written, and take over what was fetched."""
+        """Publish written segments, and take over fetched objects."""
         while self._writes and self._writes[0].future.done():
             self._finish(self._writes.popleft())
         if self._disk.bucket is not None:
             self._take_fetched(self._disk.bucket)
 
     def drain(self) -> None:
-        """Wait until all writes have ended, and collect them; those that make no progress for
-        `--impress-io-timeout` are abandoned."""
+        """Wait until all writes have ended; they are abandoned if they make no progress for
+        `--impress-io-timeout`."""
         began = time.monotonic()
         while self._writes:
             try:
@@ -233,8 +230,8 @@ class SegmentWrites:
             self._finish(self._writes.popleft())
 
     def discard(self, segments: Sequence[StoredSegment], cause: MissCause) -> int:
-        """Remove segments, dependents first, and their files; writes of those that are being
-        written are given up. Returns how many these are."""
+        """Remove segments, dependents first, and their files, and abandon pending writes; returns
+        the number of these."""
         writes = {write.segment: write for write in self._writes}
         given_up, going = 0, dict[str, int]()
         for segment in segments:
@@ -244,7 +241,7 @@ class SegmentWrites:
                 self._abandon(writes[segment])
             self.lose(segment, cause)
             if segment.home is None:
-                # Behind its write.
+                # The worker removes it after its write.
                 going[segment.segment_id] = segment.file_bytes
             else:
                 self._disk.places.refuse(segment.segment_id)
@@ -254,14 +251,14 @@ class SegmentWrites:
             self.stats.segments_evicted += count * (cause is MissCause.EVICTED)
             self.stats.segments_purged += count * (cause is MissCause.PURGED)
             self.stats.segments_expired += count * (cause is MissCause.EXPIRED)
-            # In one job, because with each job the other thread can take the GIL from this one.
+            # In one job, because with each job the worker can take the GIL from this thread.
             self._worker.delete(going)
         if cause is MissCause.PURGED:
             self._worker.submit(self._worker.empty_quarantine)
         return given_up
 
     def lose(self, segment: StoredSegment, cause: MissCause) -> None:
-        """Mark a segment as lost; it stays in the tree as long as others build on it."""
+        """Remove a segment from the tree, where a tombstone may remain; see `StoredTree.lose`."""
         self.miss_log.note(segment, cause)
         stored = segment.on_disk
         if stored:
@@ -271,11 +268,11 @@ class SegmentWrites:
         self._tree.lose(segment)
         if stored and self._disk.bucket is not None:
             self._disk.bucket.lost(segment)
-        # Behind that: see `SegmentReaders.retire`.
+        # After it left the tree, which `retire` checks.
         self._segments.retire(segment.segment_id)
 
     def _ask_for_room(self, num_bytes: int) -> None:
-        """Tell other servers that there is no room, if they have some of it."""
+        """Ask other servers to make room, if they use any."""
         missing, now = self._quota.missing(num_bytes), time.monotonic()
         if missing > 0 and self._disk.peers.num_bytes and now > self._asked_at + _ASK_SECONDS:
             self._asked_at = now
@@ -352,7 +349,7 @@ class SegmentWrites:
             return
         self._worker.delete({segment.segment_id: segment.file_bytes})
         if isinstance(error, NotCodable):
-            # The end stands for all: others may begin like it, and have codes.
+            # Only the end is recorded: prompts with the same beginning may have codes.
             tokens = segment.prompt()
             end = max(segment.info.prefix_len, len(tokens) - BLOCK_TOKENS)
             self.miss_log.note_tokens(segment.info.namespace, tokens, MissCause.NOT_CODABLE, end)
@@ -366,7 +363,7 @@ class SegmentWrites:
         self._tree.lose(segment)
 
     def _take_fetched(self, bucket: BucketPeer) -> None:
-        """Take over a file that was moved into the store, and begin to move the next one."""
+        """Take over a file that was moved into the store, and start to move the next one."""
         if self._moving is not None:
             info, moving = self._moving
             if not moving.done():
@@ -402,15 +399,15 @@ class SegmentWrites:
         self._moving = info, self._worker.submit(bucket.files.end, whole, adopt)
 
     def _far(self, info: SegmentInfo) -> StoredSegment | None:
-        """A segment of the tree that only the bucket has, if it can be read."""
+        """Return a segment of the tree if only the bucket has it and it can be read."""
         segment = self._tree.get(info.segment_id)
         far = segment is not None and segment.ready and self._disk.only_in_bucket(segment)
         return segment if far else None
 
 
 def _missing(known: StoredMatch, offer: Offer) -> tuple[int, int]:
-    """The first tokens of an offer that are not stored, as [start, stop): those of a hole and of
-    holes next to it, or those after the match. Empty if KVs of its quality do not fit there."""
+    """Return the first tokens of an offer that are not stored, [start, stop): those of consecutive
+    tombstones, or those after the match. Empty if the tombstones have another quality."""
     lost = [span.segment.state is SegmentState.LOST for span in known.spans]
     if True not in lost:
         return known.num_tokens, len(offer.tokens)
