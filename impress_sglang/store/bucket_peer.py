@@ -138,7 +138,6 @@ class BucketPeer:
             self._directory.take_key(key)
 
     def name_of(self, info: SegmentInfo) -> str:
-        """Return the name of a segment's object, a digest of its description and tokens."""
         fields = json.loads(info.description())
         for field in ("segment_id", "expires", "priority"):
             fields.pop(field, None)
@@ -147,7 +146,6 @@ class BucketPeer:
         return f"{self._root}/{_SEGMENTS}/{info.namespace}/{digest.hexdigest()}.kv"
 
     def path_of(self, info: SegmentInfo) -> Path:
-        """Return the path by which `files` opens a segment."""
         return self.files.path_of(self.name_of(info), info)
 
     def begin(self, segments: Iterable[StoredSegment], orders: Iterable[Mapping[str, Any]]) -> None:
@@ -205,7 +203,6 @@ class BucketPeer:
                 self._deleting[name] = since, self._listed.get(name)
 
     def tell(self, order: Mapping[str, Any]) -> None:
-        """Upload an order to purge, for all servers."""
         self._orders.append(order)
 
     def has_own(self, segment: StoredSegment) -> bool:

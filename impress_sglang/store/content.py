@@ -40,7 +40,7 @@ _FIRST_COMPARED = 256
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """Tokens of a prompt, from `start` on, that equal the tokens of a span."""
+    """Tokens [start, stop) of a prompt that equal the tokens of a span."""
 
     start: int
     span: StoredSpan
@@ -50,7 +50,6 @@ class Run:
 
     @property
     def stop(self) -> int:
-        """End of the run in the prompt."""
         return self.start + len(self.span)
 
     @property
@@ -124,11 +123,9 @@ class ContentIndex:
         self._tables = [_Counts(_FEWEST)]
 
     def __len__(self) -> int:
-        """Number of indexed windows."""
         return len(self._first) + sum(map(len, self._more.values()))
 
     def add(self, segment: StoredSegment) -> None:
-        """Index the windows of a segment, if it is exact."""
         if segment.info.quality != EXACT or segment.info.num_tokens < WINDOW_TOKENS:
             return
         self._segments[id(segment)] = segment
@@ -140,7 +137,6 @@ class ContentIndex:
                 self._more.setdefault(key, {})[value] = None
 
     def discard(self, segment: StoredSegment) -> None:
-        """Remove a segment, if it is indexed."""
         if self._segments.pop(id(segment), None) is None:
             return
         table = next(table for table in self._tables if segment in table.keys)
@@ -223,7 +219,6 @@ class ContentIndex:
 
 
 def _values(segment: StoredSegment, keys: Hashes) -> list[tuple[int, int]]:
-    """Return values and keys of the windows of a segment."""
     first = id(segment) << _WINDOW_BITS
     return [(first + at, key) for at, key in enumerate(keys.tolist())]
 

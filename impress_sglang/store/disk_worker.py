@@ -137,7 +137,6 @@ class DiskWorker(BackgroundThread):
 
     @property
     def removing_bytes(self) -> int:
-        """Bytes of files whose removal is pending."""
         return self._asked_bytes - self._removed_bytes
 
     @property

@@ -76,7 +76,6 @@ class EvictionOrder:
             self.note(segment)
 
     def remove(self, segment: StoredSegment) -> None:
-        """Remove a segment, if it is present."""
         if segment in self:
             self._leave(segment)
         self._changed.pop(segment, None)

@@ -50,7 +50,6 @@ Record: TypeAlias = Mapping[str, Any]
 
 
 def encode(record: bytes) -> bytes:
-    """Return the line of a JSON object."""
     return b"%s %s\n" % (xxhash.xxh3_64_hexdigest(record).encode(), record)
 
 

@@ -50,12 +50,10 @@ class LookAhead:
         self._changed: set[str] = set()
 
     def __contains__(self, segment_id: str) -> bool:
-        """Whether a request waits for tokens of a segment."""
         return segment_id in self._awaited
 
     @property
     def awaits(self) -> bool:
-        """Whether a request waits for stored tokens."""
         return bool(self._ranges_of)
 
     @locked

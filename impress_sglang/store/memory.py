@@ -65,7 +65,6 @@ class StoreMemory:
 
 
 def _check_host(config: ImpressConfig, device: torch.device) -> None:
-    """Check that the host has the memory of the caches, before any of it is touched."""
     options = {"--impress-host-gb": config.host_gb}
     if device.type == "cpu":
         options["--impress-device-gb"] = config.device_gb

@@ -75,7 +75,6 @@ class Pins:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that pinned prefixes take on SSD."""
         return sum(segment.file_bytes for segment in self._held if segment.on_disk)
 
     def pin(self, namespace: str, tokens: Tokens) -> str | None:
@@ -91,7 +90,6 @@ class Pins:
         return refusal
 
     def refusal(self, namespace: str, tokens: Tokens) -> str | None:
-        """Return why a prefix cannot be pinned, or None."""
         if (namespace, tokens.tobytes()) in self._pins:
             return None
         found, segments = self._resolve(namespace, tokens)

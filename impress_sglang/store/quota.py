@@ -148,7 +148,6 @@ class Quota:
         return share - self._tree.file_bytes
 
     def is_needed(self, segment: StoredSegment) -> bool:
-        """Whether a segment must stay: it is read, awaited or pinned."""
         name = segment.segment_id
         return self._segments.is_open(name) or name in self._lookahead or name in self._pins
 

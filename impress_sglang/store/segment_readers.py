@@ -348,7 +348,6 @@ class SegmentReaders:
 
     @locked
     def check(self, segment_id: str) -> None:
-        """Check the readers of a segment in the tree."""
         if (opened := self._open.get(segment_id)) is not None:
             assert opened.readers > 0
 

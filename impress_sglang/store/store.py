@@ -207,7 +207,6 @@ class PrefixStore:
         self.writes.discard(due, MissCause.EXPIRED)
 
     def tell(self, order: Mapping[str, Any]) -> None:
-        """Send an order to purge to other servers."""
         self.worker.submit(self.worker.record, {"purge": order})
         if self._disk.bucket is not None:
             self._disk.bucket.tell(order)

@@ -117,7 +117,6 @@ class StoredSegment:
 
     @property
     def lost(self) -> bool:
-        """Whether it has no file; in the tree it is a tombstone then."""
         return self.state is SegmentState.LOST
 
     @property
@@ -154,7 +153,6 @@ class StoredMatch:
 
     @property
     def quality(self) -> Quality:
-        """Quality of the match: that of its worst part."""
         return functools.reduce(Quality.worst, (s.segment.info.quality for s in self.spans), EXACT)
 
     def with_windows(self, window: int, page: int) -> int:
@@ -172,7 +170,6 @@ class StoredMatch:
         return longest
 
     def slice(self, start: int, stop: int) -> tuple[StoredSpan, ...]:
-        """Return the spans of the tokens [start, stop)."""
         parts, first = [], 0
         for span in self.spans:
             low, high = max(start - first, 0), min(stop - first, len(span))

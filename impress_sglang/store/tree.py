@@ -74,11 +74,9 @@ class StoredTree:
         return segment_id in self._segments
 
     def get(self, segment_id: str) -> StoredSegment | None:
-        """Return the segment with this id; None if it is not in the tree."""
         return self._segments.get(segment_id)
 
     def segments(self) -> Iterator[StoredSegment]:
-        """Return all segments, in any state."""
         return iter(self._segments.values())
 
     def match(
@@ -324,7 +322,6 @@ class StoredTree:
         self.order.remove(segment)
 
     def _count(self, segment: StoredSegment, more: int) -> None:
-        """Count `more` bytes of a segment's file, which may be negative."""
         self.file_bytes += more
         self.held[segment.info.namespace] += more
         if not self.held[segment.info.namespace]:
