@@ -27,9 +27,12 @@ def check_store(store: PrefixStore) -> None:
         pass
     segments = list(store.tree.segments())
     assert sum(s.state is SegmentState.SUSPECT for s in segments) == len(store.health.suspects)
-    names, opened = {s.segment_id for s in segments if s.on_disk}, store.segments._open
-    assert all(segment.readers > 0 for segment in opened.values())
-    assert store.segments._ids.keys() <= names | opened.keys()
+    names = {s.segment_id for s in segments if s.on_disk}
+    # The loader's thread opens and closes files meanwhile.
+    with store.segments._lock:
+        opened = store.segments._open
+        assert all(segment.readers > 0 for segment in opened.values())
+        assert store.segments._ids.keys() <= names | opened.keys()
     check_placement(store.cache.placement)
 
 
