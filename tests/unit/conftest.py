@@ -14,7 +14,6 @@ from impress_sglang.storage import reader as reader_module
 from impress_sglang.storage.reader import BlockReader
 from tests.unit import store_factory
 from tests.unit.coded_factory import CodedCase, CodedPart
-from tests.unit.job_world import Desk
 from tests.unit.source_factory import BLOCK
 from tests.unit.step_engine import Step, reading, stepping
 
@@ -27,12 +26,6 @@ def reader() -> Iterator[BlockReader]:
     """Of any files; it keeps nothing of one test for another but what reads take on average."""
     with reading() as reader:
         yield reader
-
-
-@pytest.fixture
-def desk() -> Desk:
-    """A queue of requests, whose jobs have 20 slots."""
-    return Desk()
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""What a job queue works with, small and by hand: SGLang's pool and tree, and a loader.
+"""What a job queue works with, small and by hand: SGLang's pool and tree, requests, and a loader.
 
 A page has one token. A node of the tree stands for a token and all before it, and has one slot.
-Everything that slots hold is known: `World.check` compares owners, locks and contents.
+Everything that slots hold is known.
 """
 
 from __future__ import annotations
@@ -126,14 +126,13 @@ class Tree:
 class StepLoader:
     """Loads a layer of the first job each time it is told to, in the tree's slots."""
 
-    def __init__(self, tree: Tree, tick: Callable[[], None] = lambda: None) -> None:
-        self.tree = tree
+    def __init__(self, tree: Tree, clock: Clock) -> None:
+        self.tree, self.clock = tree, clock
         self.begun = collections.deque[LoadJob]()
         self.corrupt: set[Path] = set()
         """Paths whose last token cannot be read."""
         self.stalls = False
         self.wake = self
-        self._tick = tick
 
     def begin(self, job: LoadJob) -> None:
         assert job.state is JobState.LOADING and job.slots is not None and not job.revoked
@@ -141,7 +140,7 @@ class StepLoader:
 
     def wait(self, seconds: float) -> None:
         """As an event's: the loader goes on meanwhile."""
-        self._tick()
+        self.clock.now += seconds
         self.step()
 
     def clear(self) -> None:
@@ -184,8 +183,53 @@ class StepLoader:
             self.step()
 
 
+class State(enum.Enum):
+    QUEUED = "queued"
+    CHUNKED = "chunked"
+    """A part of its prompt is computed."""
+    RUNNING = "running"
+    BROKEN = "broken"
+    """Its pass was in vain, and it will be put back."""
+    ENDED = "ended"
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Request(Waiter):
+    """`max_tokens`: how many tokens it may generate; it ends after `stops`.
+
+    `slots` are its own: of tokens behind the path that it has locked.
+    """
+
+    prompt: Path
+    max_tokens: int = 0
+    stops: int = 0
+    state: State = State.QUEUED
+    output: Path = ()
+    lock: Hold | None = None
+    slots: list[int] = dataclasses.field(default_factory=list)
+    planned: bool = False
+    loaded_stop: int = 0
+    retry_poll: int = 0
+
+    @property
+    def tokens(self) -> Path:
+        return self.prompt + self.output
+
+    @property
+    def left(self) -> int:
+        return self.max_tokens - len(self.output)
+
+    @property
+    def computed(self) -> int:
+        return (0 if self.lock is None else len(self.lock.path)) + len(self.slots)
+
+    @property
+    def admitted(self) -> bool:
+        return self.state in (State.CHUNKED, State.RUNNING, State.BROKEN)
+
+
 class Pool:
-    """`plugin.job_slots.JobSlots` on a tree; the rest of SGLang says what it needs."""
+    """`plugin.job_slots.JobSlots` on a tree."""
 
     windows = False
 
@@ -194,23 +238,19 @@ class Pool:
         self.promised = 0
         """What running requests need."""
         self.idle = True
-        self.prompts: dict[str, Path] = {}
-        self.new_tokens: dict[str, int] = {}
-        """By request: how many it may generate, 0 unless said."""
         self.retract: Callable[[LoadJob], None] = lambda job: None
 
     def room(self) -> int:
         return len(self.tree.free) + self.tree.evictable - self.promised
 
-    def need(self, waiter: Waiter, counted: set[object]) -> int:
-        prompt, job = self.prompts[waiter.rid], waiter.job
-        total = len(prompt) + self.new_tokens.get(waiter.rid, 0) + 1
+    def need(self, request: Request, counted: set[object]) -> int:
+        job, total = request.job, len(request.tokens) + request.left + 1
         if job is not None and (job.slots is not None or job in counted):
-            return total - waiter.common
+            return total - request.common
         if job is not None:
             counted.add(job)
-            total += job.stop - waiter.common
-        path = self.tree.match(prompt[:-1])
+            total += job.stop - request.common
+        path = self.tree.match(request.tokens[:-1])
         if path in counted:
             return total - len(path)
         counted.add(path)
@@ -260,8 +300,8 @@ class Pool:
             if path[: len(top)] == top:
                 self.tree.remove(path)
 
-    def lock_for(self, waiter: Waiter) -> Hold:
-        return self.tree.lock(self.tree.match(self.prompts[waiter.rid][:-1]))
+    def lock_for(self, request: Request) -> Hold:
+        return self.tree.lock(self.tree.match(request.tokens[:-1]))
 
     def release(self, hold: Any) -> None:
         self.tree.unlock(hold)
@@ -275,12 +315,11 @@ def new_job(tokens: Path, start: int = 0) -> LoadJob:
     )
 
 
-def check_queue(jobs: JobQueue, tree: Tree) -> None:
+def check_queue(jobs: JobQueue[Request]) -> None:
     """What holds between calls of a queue; slots and locks of requests are somebody else's."""
     for rid, waiter in jobs.waiters.items():
         assert waiter.rid == rid
         assert waiter.job is None or (waiter.job in jobs.jobs and waiter in waiter.job.waiters)
-        assert waiter.job is None or waiter.hold is None or waiter.hold in tree.holds
     for job in jobs.jobs:
         assert all(w.job is job and jobs.waiters[w.rid] is w for w in job.waiters)
         if job.state is JobState.WAITING:
@@ -295,141 +334,7 @@ def check_queue(jobs: JobQueue, tree: Tree) -> None:
     assert len(set(map(id, jobs.jobs))) == len(jobs.jobs)
 
 
-def _begun(jobs: JobQueue) -> collections.deque[LoadJob]:
+def _begun(jobs: JobQueue[Request]) -> collections.deque[LoadJob]:
     loader: Any = jobs._loader
     begun: collections.deque[LoadJob] = loader.begun
     return begun
-
-
-class State(enum.Enum):
-    QUEUED = "queued"
-    CHUNKED = "chunked"
-    """A part of its prompt is computed."""
-    RUNNING = "running"
-    BROKEN = "broken"
-    """Its pass was in vain, and it will be put back."""
-    ENDED = "ended"
-
-
-@dataclasses.dataclass(eq=False)
-class Request:
-    """`max_tokens`: how many tokens it may generate; it ends after `stops`.
-
-    `slots` are its own: of tokens behind the path that it has locked.
-    """
-
-    rid: str
-    prompt: Path
-    max_tokens: int
-    stops: int
-    waiter: Waiter
-    state: State = State.QUEUED
-    output: Path = ()
-    lock: Hold | None = None
-    slots: list[int] = dataclasses.field(default_factory=list)
-    planned: bool = False
-    loaded_stop: int = 0
-    retry_poll: int = 0
-
-    @property
-    def tokens(self) -> Path:
-        return self.prompt + self.output
-
-    @property
-    def left(self) -> int:
-        return self.max_tokens - len(self.output)
-
-    @property
-    def computed(self) -> int:
-        return (0 if self.lock is None else len(self.lock.path)) + len(self.slots)
-
-    @property
-    def admitted(self) -> bool:
-        return self.state in (State.CHUNKED, State.RUNNING, State.BROKEN)
-
-
-LEAST = 2
-
-
-class Desk:
-    """A queue of requests before a pool of 20 slots, and what their jobs came to."""
-
-    def __init__(self, num_slots: int = 20) -> None:
-        self.clock = Clock()
-        self.tree = Tree(num_slots)
-        self.pool = Pool(self.tree)
-        self.loader = StepLoader(self.tree, self._tick)
-        self.ended: list[LoadJob] = []
-        self.replanned: list[tuple[str, LoadJob]] = []
-        self.again: dict[str, LoadJob] = {}
-        """Jobs that requests get when theirs has ended."""
-        self.waiters: dict[str, Waiter] = {}
-        self.queue: list[str] = []
-        self.jobs = JobQueue(
-            self.pool, self.loader, self.ended.append, self._replan, LEAST, self.clock
-        )
-
-    def _tick(self) -> None:
-        self.clock.now += 0.01
-
-    def _replan(self, waiter: Waiter, job: LoadJob) -> None:
-        assert waiter.job is None
-        if job.target is not None:
-            assert self.ended[-1] is job, "the end of a job is told first"
-        self.replanned.append((waiter.rid, job))
-        if (new := self.again.pop(waiter.rid, None)) is not None:
-            self.jobs.join(waiter, new)
-
-    def ask(
-        self,
-        rid: str,
-        prompt: Path,
-        job: LoadJob | None = None,
-        *,
-        new: int = 0,
-        patience: float | None = None,
-    ) -> Waiter:
-        """A request is queued, with a job or none."""
-        self.pool.prompts[rid], self.pool.new_tokens[rid] = prompt, new
-        self.waiters[rid] = waiter = Waiter(rid, patience)
-        self.queue.append(rid)
-        if job is not None:
-            self.jobs.join(waiter, job)
-        return waiter
-
-    def leave(self, rid: str) -> None:
-        """It is admitted, or gone."""
-        self.queue.remove(rid)
-        self.jobs.leave(self.waiters[rid])
-
-    def poll(self) -> None:
-        ended = [job for job in self.jobs.begun if job.done.is_set()]
-        self.jobs.poll((self.waiters[rid] for rid in self.queue), ended)
-        check_queue(self.jobs, self.tree)
-
-    def load(self) -> None:
-        """Let the loader do all it was asked to, and take that in."""
-        self.loader.run()
-        self.poll()
-
-    @property
-    def waiting(self) -> list[str]:
-        return [rid for rid in self.queue if self.jobs.waits(self.waiters[rid])]
-
-    def check_nothing_is_left(self) -> None:
-        assert not self.jobs and not self.jobs.waiters and not self.tree.holds
-        assert len(self.tree.free) + len(self.tree.nodes) == self.tree.num_slots
-        assert not any(self.jobs.loading)
-
-
-def prompt(number: int, length: int = 6) -> Path:
-    """Tokens that no other prompt begins with."""
-    return tuple(100 * number + position for position in range(length))
-
-
-def resident(desk: Desk, path: Path) -> None:
-    slots = desk.tree.take(len(path))
-    assert slots is not None
-    for stop, slot in enumerate(slots, 1):
-        desk.tree.contents[slot] = [path[:stop]] * 2
-    desk.tree.insert(path, 0, slots)

@@ -96,7 +96,7 @@ class RankModel(SGLangModel):
         self.ranks = ranks
         super().__init__(ratio, rng)
 
-    def make_jobs(self, clock: Callable[[], float]) -> JobQueue:
+    def make_jobs(self, clock: Callable[[], float]) -> JobQueue[Request]:
         self.agreement = Agreement(self.ranks, clock)
         self.planned: dict[str, Plan] = {}
         self.saves: list[Save] = []
@@ -107,7 +107,7 @@ class RankModel(SGLangModel):
     def plan(self, request: Request) -> None:
         request.planned = True
         resident = len(self.tree.match(request.tokens[:-1]))
-        if request.waiter.tries >= MOST_TRIES or len(request.tokens) - 1 - resident < LEAST:
+        if request.tries >= MOST_TRIES or len(request.tokens) - 1 - resident < LEAST:
             return
         stop, patience = self._stored(request.tokens[:-1]), self.rng.choice([None, 0.0, 3.0])
         loads = self.rng.random() < 0.9
@@ -131,8 +131,8 @@ class RankModel(SGLangModel):
                 self.saves.remove(save)
         for job in agreed.slow:
             if job.slots is not None:
-                for waiter in job.waiters:
-                    waiter.tries = MOST_TRIES
+                for request in job.waiters:
+                    request.tries = MOST_TRIES
                 self.jobs.give_up(job)
         for plan, wish in agreed.wishes.items():
             if self.planned.get(plan.rid) is plan:
@@ -144,9 +144,8 @@ class RankModel(SGLangModel):
         resident = len(self.tree.match(request.tokens[:-1]))
         if wish.stop - resident < LEAST or not wish.loads:
             return
-        request.waiter.patience = wish.patience
-        job = new_job(request.tokens[: wish.stop], resident)
-        self.jobs.join(request.waiter, job)
+        request.patience = wish.patience
+        self.jobs.join(request, new_job(request.tokens[: wish.stop], resident))
 
     def _poll(self) -> None:
         self._write()
@@ -164,8 +163,7 @@ class RankModel(SGLangModel):
     def _generate(self, request: Request) -> None:
         if not request.output and request.lock is not None:
             path = request.lock.path
-            known = path in self.stored
-            steps = 0 if known else self.rng.randrange(1, 9)
+            steps = 0 if path in self.stored else self.rng.randrange(1, 9)
             self.saves.append(Save(path, self.tree.lock(path), steps))
         super()._generate(request)
 
@@ -187,16 +185,12 @@ class RankModel(SGLangModel):
     @property
     def available(self) -> int:
         """What only saves have locked counts as room."""
-        return len(self.tree.free) + self.tree.evictable + self._locked_for_writes()
-
-    def _locked_for_writes(self) -> int:
-        before = self.tree.evictable
         for save in self.saves:
             self.tree.unlock(save.hold)
-        after = self.tree.evictable
+        room = super().available
         for save in self.saves:
             save.hold = self.tree.lock(save.path)
-        return after - before
+        return room
 
     def other_holds(self) -> list[Hold]:
         return [save.hold for save in self.saves]
@@ -204,36 +198,23 @@ class RankModel(SGLangModel):
     def digest(self) -> Any:
         """All that what SGLang does next depends on."""
 
-        def job_of(job: LoadJob | None) -> Any:
-            if job is None:
-                return None
-            slots = None if job.slots is None else job.slots.tolist()
-            return (
-                job.tokens.tolist(),
-                job.start,
-                slots,
-                job.revoked,
-                len(job.waiters),
-            )
-
-        nodes = {path: (node.slot, node.locks, node.used) for path, node in self.tree.nodes.items()}
-        waiters = {
-            rid: (job_of(waiter.job), waiter.hold and waiter.hold.path, waiter.tries)
-            for rid, waiter in self.jobs.waiters.items()
-        }
-        requests = [
-            (r.rid, r.state, r.output, r.slots, r.lock and r.lock.path, r.planned)
-            for r in self.requests.values()
-        ]
+        jobs = self.jobs.jobs
         return (
-            nodes,
+            {path: (node.slot, node.locks, node.used) for path, node in self.tree.nodes.items()},
             self.tree.free,
             [request.rid for request in self.queue],
             [request.rid for request in self.running],
             self.chunked and self.chunked.rid,
-            requests,
-            waiters,
-            [job_of(job) for job in self.jobs.jobs],
+            [
+                (r.rid, r.state, r.output, r.slots, r.lock and r.lock.path, r.planned)
+                for r in self.requests.values()
+            ],
+            [
+                (r.rid, r.hold and r.hold.path, r.tries, r.job is not None and jobs.index(r.job))
+                for r in self.jobs.waiters.values()
+            ],
+            [(j.tokens.tolist(), j.start, j.revoked, j.slots is not None) for j in jobs],
+            [job.slots.tolist() for job in self.jobs.loading if job.slots is not None],
             list(self.planned),
             [save.path for save in self.saves],
         )

@@ -10,7 +10,7 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 
-from impress_sglang.serving.job_queue import JobQueue, Waiter
+from impress_sglang.serving.job_queue import JobQueue
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from tests.unit.job_world import (
     LAYERS,
@@ -39,20 +39,10 @@ class ModelPool(Pool):
 
     def __init__(self, model: SGLangModel) -> None:
         super().__init__(model.tree)
-        self.model = model
-        self.retract = model.retract
+        self.model, self.retract = model, model.retract
 
     def room(self) -> int:
         return self.model.available - self.model.promised(self.model.ratio)
-
-    def need(self, waiter: Waiter, counted: set[object]) -> int:
-        request = self.model.requests[waiter.rid]
-        self.prompts[waiter.rid], self.new_tokens[waiter.rid] = request.tokens, request.left
-        return super().need(waiter, counted)
-
-    def lock_for(self, waiter: Waiter) -> Hold:
-        self.prompts[waiter.rid] = self.model.requests[waiter.rid].tokens
-        return super().lock_for(waiter)
 
     def is_idle(self) -> bool:
         return not any(request.admitted for request in self.model.requests.values())
@@ -67,7 +57,7 @@ class SGLangModel:
         self.ratio, self.rng = ratio, rng
         self.clock = Clock()
         self.tree = Tree(NUM_SLOTS)
-        self.loader = StepLoader(self.tree, self._tick)
+        self.loader = StepLoader(self.tree, self.clock)
         self.requests: dict[str, Request] = {}
         """Those that have not ended."""
         self.queue: list[Request] = []
@@ -85,11 +75,8 @@ class SGLangModel:
         self.pool = ModelPool(self)
         self.jobs = self.make_jobs(self.clock)
 
-    def make_jobs(self, clock: Callable[[], float]) -> JobQueue:
+    def make_jobs(self, clock: Callable[[], float]) -> JobQueue[Request]:
         return JobQueue(self.pool, self.loader, self._note_end, self._after_job, LEAST, clock)
-
-    def _tick(self) -> None:
-        self.clock.now += STEP_SECONDS
 
     # Requests.
 
@@ -97,7 +84,7 @@ class SGLangModel:
         assert len(prompt) + max_tokens + 2 <= NUM_SLOTS and 1 <= stops <= max_tokens
         rid = f"r{self.count}"
         self.count += 1
-        request = Request(rid, prompt, max_tokens, stops, Waiter(rid, patience))
+        request = Request(rid, patience, prompt=prompt, max_tokens=max_tokens, stops=stops)
         self.requests[rid] = request
         self.queue.append(request)
         self.plan(request)
@@ -131,7 +118,7 @@ class SGLangModel:
         if request.lock is not None:
             self.tree.unlock(request.lock)
             request.lock = None
-        self.jobs.leave(request.waiter)
+        self.jobs.leave(request)
 
     def _requeue(self, request: Request) -> None:
         self._release(request)
@@ -144,7 +131,7 @@ class SGLangModel:
 
     def step(self) -> None:
         """One turn of the scheduler: a prefill if there is one, else a decode."""
-        self._tick()
+        self.clock.now += STEP_SECONDS
         self._poll()
         self.check()
         batch = self._admit()
@@ -171,7 +158,7 @@ class SGLangModel:
     def _poll(self) -> None:
         """`check_hicache_events`."""
         self.polls += 1
-        self.jobs.poll((request.waiter for request in self.queue), self._ended())
+        self.jobs.poll(self.queue, self._ended())
         self.gate = [job for job in self.gate if job in self.jobs.jobs]
 
     def _ended(self) -> Sequence[LoadJob]:
@@ -228,7 +215,7 @@ class SGLangModel:
                 request.state, self.chunked = State.CHUNKED, request
             else:
                 request.state = State.RUNNING
-            self.jobs.leave(request.waiter)
+            self.jobs.leave(request)
             if self.available - offset <= 0:
                 self.full = True
                 break
@@ -329,26 +316,25 @@ class SGLangModel:
     # What the tree cache does.
 
     def _may_start(self, request: Request) -> bool:
-        if request.waiter.job is None and (not request.planned or self._has_lost(request)):
+        if request.job is None and (not request.planned or self._has_lost(request)):
             self.plan(request)
         if self.polls < request.retry_poll or self._is_blocked(request):
             return False
-        return not self.jobs.waits(request.waiter) or self._starts_early(request)
+        return not self.jobs.waits(request) or self._starts_early(request)
 
     def plan(self, request: Request) -> None:
         request.planned = True
         stop = self._stored(request.tokens[:-1])
         resident = len(self.tree.match(request.tokens[:-1]))
-        if request.waiter.tries >= MOST_TRIES or stop - resident < LEAST:
+        if request.tries >= MOST_TRIES or stop - resident < LEAST:
             return
-        job = new_job(request.tokens[:stop], resident)
-        self.jobs.join(request.waiter, job)
+        self.jobs.join(request, new_job(request.tokens[:stop], resident))
 
     def _stored(self, tokens: Path) -> int:
         return max((_common(tokens, path) for path in self.stored), default=0)
 
     def _has_lost(self, request: Request) -> bool:
-        if not request.loaded_stop or request.waiter.hold is not None:
+        if not request.loaded_stop or request.hold is not None:
             return False
         if len(self.tree.match(request.tokens[:-1])) >= request.loaded_stop:
             return False
@@ -361,18 +347,19 @@ class SGLangModel:
             lost = {p for p in self.loader.corrupt if tuple(job.tokens[: len(p)].tolist()) == p}
             self.stored = {s for s in self.stored if not any(s[: len(p)] == p for p in lost)}
 
-    def _after_job(self, waiter: Waiter, job: LoadJob) -> None:
-        request = self.requests[waiter.rid]
+    def _after_job(self, request: Request, job: LoadJob) -> None:
         assert request.state is State.QUEUED
         if job.state is JobState.LOADED and not job.revoked:
-            assert self.tree.written(waiter.hold.path)
-            assert waiter.hold.path == request.tokens[: len(waiter.hold.path)], "it is its own"
-            assert len(waiter.hold.path) >= _common(request.tokens[:-1], tuple(job.tokens.tolist()))
+            assert self.tree.written(request.hold.path)
+            assert request.hold.path == request.tokens[: len(request.hold.path)], "it is its own"
+            assert len(request.hold.path) >= _common(
+                request.tokens[:-1], tuple(job.tokens.tolist())
+            )
             request.loaded_stop = job.stop
         self.plan(request)
 
     def _starts_early(self, request: Request) -> bool:
-        job = request.waiter.job
+        job = request.job
         if job is None or job.done.is_set() or job.revoked:
             return False
         if job.early:
@@ -388,7 +375,7 @@ class SGLangModel:
         return True
 
     def _is_blocked(self, request: Request) -> bool:
-        return any(j is not request.waiter.job and self._shares(request, j) for j in self.gate)
+        return any(j is not request.job and self._shares(request, j) for j in self.gate)
 
     def _shares(self, request: Request, job: LoadJob) -> bool:
         stop = job.start + 1
@@ -406,7 +393,7 @@ class SGLangModel:
 
     def check(self) -> None:
         tree, jobs = self.tree, self.jobs
-        check_queue(jobs, tree)
+        check_queue(jobs)
         owned = [*tree.free, *(node.slot for node in tree.nodes.values())]
         for request in self.requests.values():
             owned += request.slots
@@ -418,11 +405,11 @@ class SGLangModel:
 
         holds = [request.lock for request in self.requests.values() if request.lock is not None]
         holds += self.other_holds()
-        holds += [waiter.hold for waiter in jobs.waiters.values() if waiter.hold is not None]
+        holds += [request.hold for request in jobs.waiters.values() if request.hold is not None]
         holds += [job.hold for job in jobs.jobs if job.early or job.slots is not None]
         assert sorted(map(id, holds)) == sorted(map(id, tree.holds)), "locks end with their owners"
-        for rid in jobs.waiters:
-            assert self.requests[rid].state is State.QUEUED, "nobody else waits"
+        for request in jobs.waiters.values():
+            assert request.state is State.QUEUED, "nobody else waits"
         self._check_promises()
 
     def other_holds(self) -> list[Hold]:
