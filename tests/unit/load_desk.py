@@ -30,7 +30,6 @@ from tests.unit.waiting import wait_until
 SHAPE = kv.make_shape(
     layers=3, query_heads=4, kv_heads=2, key_dim=64, value_dim=32, probe=(), coded=True
 )
-CPU = torch.device("cpu")
 NUM_SLOTS = 600
 UNKNOWN = Estimate(1.0, 0.0, 0.0, None)
 EXACT_KVS = KVClass()
@@ -49,10 +48,11 @@ class Desk:
     ) -> None:
         self.shape, self.faults = shape, Faults(seed=1)
         self.bench = Workbench(root, shape, codec)
-        options = {"policy": "impress", "io_timeout": 5.0, "readahead": 0.2, **options}
-        self.store = self.bench.open(files=FaultyFileSystem(self.faults), **options)
+        self.options = {"policy": "impress", "io_timeout": 5.0, "readahead": 0.2, **options}
+        self.store = self.bench.open(files=FaultyFileSystem(self.faults), **self.options)
         self._num_slots = num_slots
-        self.loader = JobLoader(CPU, StoredLayers(lambda n: self.pools(n)), self.bench.codec)
+        layers = StoredLayers(lambda layer: self.pools(layer))
+        self.loader = JobLoader(torch.device("cpu"), layers, self.bench.codec)
         self.empty()
 
     def empty(self) -> None:
@@ -74,10 +74,13 @@ class Desk:
     ) -> LoadJob:
         whole = kv.as_tokens(tokens)
         job = LoadJob(self.store, kv_class, (None, None), whole, match, start, UNKNOWN)
+        self.give_slots(job)
+        return job
+
+    def give_slots(self, job: LoadJob) -> None:
         job.slots = job.target = self.free[: len(job)]
         self.free = self.free[len(job) :]
         job.state = JobState.LOADING
-        return job
 
     def check_or_gone(self, job: LoadJob) -> bool:
         """Whether a job was loaded; if not, its segments were evicted before it began."""
@@ -146,13 +149,13 @@ def restored(store: PrefixStore, job: LoadJob) -> list[Tensor]:
 Make = Callable[..., Desk]
 
 
-def desks_in(folder: Path, **usual: Any) -> Iterator[Make]:
+def desks_in(folder: Path, kind: Callable[..., Any] = Desk, **usual: Any) -> Iterator[Make]:
     """What makes them, each in a folder of its own; the body of a fixture, which closes them."""
     numbers = itertools.count()
     with ExitStack() as stack:
 
-        def make(**options: Any) -> Desk:
-            desk = Desk(folder / f"kv{next(numbers)}", **(usual | options))
+        def make(*stored: Any, **options: Any) -> Any:
+            desk = kind(folder / f"kv{next(numbers)}", *stored, **(usual | options))
             return stack.enter_context(closing(desk))
 
         yield make

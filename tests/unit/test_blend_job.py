@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,34 +16,123 @@ import torch
 from torch import Tensor
 
 from impress_sglang.blend.job import BlendJob, TokenKind
-from impress_sglang.blend.planner import MEASURE_SECONDS, SHARES
+from impress_sglang.blend.planner import MEASURE_SECONDS, SHARES, BlendPlanner
 from impress_sglang.codes.groups.codec import code_keys, code_values
+from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.codes.rows.fit import SINK_TOKENS
-from impress_sglang.cost import RequestLengths
+from impress_sglang.cost import Estimator, RequestLengths
 from impress_sglang.errors import SegmentUnreadable
-from impress_sglang.serving.load_jobs import JobLoader, JobState
+from impress_sglang.serving.kv_class import KVClass
+from impress_sglang.serving.load_jobs import JobState
 from impress_sglang.serving.why import Reason
-from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.store.policies import LoadOptions
+from impress_sglang.store.policies import LoadOptions, make_policy
 from impress_sglang.transfer.basis_codec import shape_by
-from impress_sglang.transfer.codecs import plain_codec
-from impress_sglang.transfer.filling import StoredLayers
 from impress_sglang.transfer.sources import WholeSource
-from tests.unit import blending_desk
+from tests.unit import load_desk
 from tests.unit.basis_factory import codec_for
-from tests.unit.blending_desk import APPROXIMATE, ROTATION, SHAPE, Desk, texts
-from tests.unit.coded_factory import restore
-from tests.unit.kv_factory import SequenceKVs, make_shape
+from tests.unit.coded_factory import EMPTY, restore
+from tests.unit.kv_factory import SequenceKVs, as_tokens, make_shape
+from tests.unit.load_desk import desks_in
 from tests.unit.store_checks import check_content
-from tests.unit.store_factory import Workbench, lose
+from tests.unit.store_factory import look_again, lose, make_config
 
-bench = blending_desk.bench
+SHAPE = make_shape(probe=(), coded=True)
+APPROXIMATE = LoadOptions(bits=6.0, blend=0.0)
+DOCUMENTS = [
+    np.random.default_rng(seed).integers(0, 1000, 200 + seed).tolist() for seed in range(4)
+]
 
 
-def kinds_of(plan: BlendJob | None) -> str:
+def texts(*numbers: int) -> list[int]:
+    return [token for number in numbers for token in DOCUMENTS[number]]
+
+
+def table(rows: int) -> Tensor:
+    angles = torch.arange(rows)[:, None] * 50.0 ** (-torch.arange(0, 8, 2) / 8)
+    return torch.cat([angles.cos(), angles.sin()], -1)
+
+
+ROTATION = KeyRotation(table, halves=True)
+
+
+class Desk(load_desk.Desk):
+    """A store with documents, and all that weighs its use."""
+
+    def __init__(
+        self, root: Path, *stored: tuple[int, ...], block: int = 10_000, **options: Any
+    ) -> None:
+        """`stored` are prompts of documents."""
+        usual = {"shape": SHAPE, "blend": 0.0, "blend_min_tokens": 100, "load": "always"}
+        super().__init__(root, **usual | {"num_slots": 2000} | options)
+        for numbers in stored:
+            self.put(texts(*numbers))
+        self.estimator = Estimator(64)
+        config = make_config(root, **self.options)
+        service: Any = SimpleNamespace(
+            config=config,
+            shape=self.shape,
+            store=self.store,
+            in_use=True,
+            estimator=self.estimator,
+        )
+        self.policy = make_policy(config)
+        self.planner = BlendPlanner(service, ROTATION, 1, block, lambda spans: None)
+        self.why: Any = None
+        """Why the last request does not blend."""
+
+    def plan(
+        self,
+        tokens: Sequence[int],
+        resident: int = 0,
+        namespace: str = "",
+        wanted: LoadOptions = APPROXIMATE,
+        usual: Any = None,
+    ) -> BlendJob | None:
+        # As `Service.class_of`.
+        kv_class = KVClass.of(dataclasses.replace(wanted, bits=self.policy.bits(wanted)))
+        found = self.planner.plan(
+            namespace, (None, None), as_tokens(tokens), resident, usual, kv_class, wanted.blend
+        )
+        self.why = None if isinstance(found, BlendJob) else found
+        return found if isinstance(found, BlendJob) else None
+
+    def planned(self, *arguments: Any, **how: Any) -> BlendJob:
+        """Of a request that does blend."""
+        plan = self.plan(*arguments, **how)
+        assert plan is not None
+        return plan
+
+    def reading_takes(self, seconds: float) -> None:
+        segments: Any = self.store.segments
+        segments.seconds_to_read = lambda num_bytes: seconds
+
+    def passes_take(self, seconds: float, times: int = 8) -> None:
+        """For 1,000 new tokens."""
+        for _ in range(times):
+            self.estimator.computing.observe(1000, 500_500.0, seconds)
+
+    def run(self, job: BlendJob) -> tuple[list[Tensor], list[Tensor]]:
+        """What is read into its slots: keys and values of each layer, EMPTY where nothing is."""
+        job.begin_at(job.start)
+        self.give_slots(job)
+        assert job.target is not None
+        self.loader.begin(job)
+        self.wait(job)
+        rows = self.pools.rows(job.target)
+        return rows[: self.shape.num_layers], rows[self.shape.num_layers :]
+
+
+Make = Callable[..., Desk]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    yield from desks_in(tmp_path, Desk)
+
+
+def kinds_of(plan: BlendJob) -> str:
     """One letter for each token and its kind."""
-    assert plan is not None
     return "".join("kcr"[kind] for kind in plan.kinds)
 
 
@@ -49,13 +141,13 @@ def quality_of(plan: BlendJob) -> Quality:
     return plan.match.quality.after(plan.estimate.bits, plan.share)
 
 
-def test_documents_in_another_order(bench: Workbench) -> None:
-    desk = Desk(bench, (0, 1, 2))
+def test_documents_in_another_order(make: Make) -> None:
+    desk = make((0, 1, 2))
 
-    plan = desk.plan([*texts(2), 5, 6, *texts(0), 7, 8, 9])
+    plan = desk.planned([*texts(2), 5, 6, *texts(0), 7, 8, 9])
 
     assert kinds_of(plan) == 16 * "c" + 186 * "r" + 2 * "c" + 200 * "r"
-    assert plan is not None and plan.stop == len(plan.kinds) == 404
+    assert plan.stop == len(plan.kinds) == 404
     assert plan.new == 4 and quality_of(plan) != EXACT and not plan.match.spans
     assert [(run.start, run.stop, run.shift) for run in plan.runs] == [
         (0, 202, -401),
@@ -63,83 +155,76 @@ def test_documents_in_another_order(bench: Workbench) -> None:
     ]
 
 
-def test_a_prefix_stays_exact_and_is_a_head(bench: Workbench) -> None:
-    desk = Desk(bench, (0, 1, 2))
-    plan = desk.plan(texts(0, 2, 1))
+def test_a_prefix_stays_exact_and_is_a_head(make: Make) -> None:
+    plan = make((0, 1, 2)).planned(texts(0, 2, 1))
     assert kinds_of(plan) == 200 * "k" + 403 * "r"
-    assert plan is not None and [run.shift for run in plan.runs] == [0, -201, 202]
+    assert [run.shift for run in plan.runs] == [0, -201, 202]
 
 
-def test_behind_what_was_blended_before_only_the_rest_is(bench: Workbench) -> None:
+def test_behind_what_was_blended_before_only_the_rest_is(make: Make) -> None:
     """Its own text is no run for anybody, and who computes more again begins anew."""
-    desk = Desk(bench, (0, 1, 2))
-    bench.put(desk.store, texts(3, 2, 1), quality=Quality(2, 6.0, 0.5))
-    plan = desk.plan(texts(3, 2, 1, 0), wanted=LoadOptions(bits=6.0, blend=0.25))
-    assert kinds_of(plan) == 606 * "k" + 200 * "r"
-    assert plan is not None and plan.share == 0.25
+    desk = make((0, 1, 2))
+    desk.put(texts(3, 2, 1), quality=Quality(2, 6.0, 0.5))
+    some, most = LoadOptions(bits=6.0, blend=0.25), LoadOptions(bits=6.0, blend=0.75)
+    plan = desk.planned(texts(3, 2, 1, 0), wanted=some)
+    assert kinds_of(plan) == 606 * "k" + 200 * "r" and plan.share == 0.25
     assert quality_of(plan) == Quality(3, 6.0, 0.25)
-    assert desk.plan(texts(3, 2, 1), wanted=LoadOptions(bits=6.0, blend=0.25)) is None
-    plan = desk.planned(texts(3, 2, 1, 0), wanted=LoadOptions(bits=6.0, blend=0.75))
+    assert desk.plan(texts(3, 2, 1), wanted=some) is None
+    plan = desk.planned(texts(3, 2, 1, 0), wanted=most)
     assert kinds_of(plan).startswith(203 * "c" + 202 * "r")
     assert quality_of(plan) == Quality(1, 6.0, 0.75)
     assert desk.plan([7, *texts(3)]) is None, "what was blended is no donor"
 
 
-def test_what_is_resident_is_not_read(bench: Workbench) -> None:
-    desk = Desk(bench, (0, 1, 2))
-    assert kinds_of(desk.plan(texts(0, 2, 1), resident=150)) == 50 * "k" + 403 * "r"
-    assert kinds_of(desk.plan(texts(3, 2), resident=204)) == "r" * 201
+def test_what_is_resident_is_not_read(make: Make) -> None:
+    desk = make((0, 1, 2))
+    assert kinds_of(desk.planned(texts(0, 2, 1), resident=150)) == 50 * "k" + 403 * "r"
+    assert kinds_of(desk.planned(texts(3, 2), resident=204)) == "r" * 201
     # Of a prefix that only SGLang's tree has there is nothing to find.
     assert desk.plan(texts(3), resident=100) is None
 
 
-def test_too_little_is_not_worth_it(bench: Workbench) -> None:
-    desk = Desk(bench, (0, 1, 2), blend_min_tokens=201)
-    assert desk.plan([4, *texts(0)]) is None
-    assert desk.plan([4, *texts(1)]) is not None
-    # Nor is what the request has anyway.
-    assert desk.plan(texts(0, 1, 2)) is None
-    usual: Any = type("Usual", (), {"stop": 100})()
-    assert desk.plan([4, *texts(1)], usual=usual) is None
-
-
 @pytest.mark.parametrize(
-    "wanted",
-    [LoadOptions(blend=0.0), LoadOptions(bits=6.0, blend=1.0), LoadOptions(bits=6.0, blend="off")],
+    "how",
+    [
+        {"wanted": LoadOptions(blend=0.0)},
+        {"wanted": LoadOptions(bits=6.0, blend=1.0)},
+        {"wanted": LoadOptions(bits=6.0, blend="off")},
+        {"namespace": "other"},
+        # It has as much anyway.
+        {"usual": SimpleNamespace(stop=302)},
+    ],
+    ids=str,
 )
-def test_who_never_blends(bench: Workbench, wanted: LoadOptions) -> None:
-    desk = Desk(bench, (0, 1))
-    assert desk.plan(texts(1, 0), wanted=wanted) is None
-    assert desk.plan(texts(1, 0)) is not None
-    assert desk.plan(texts(1, 0), namespace="other") is None
-    desk.blending.refusal = "a test"
-    assert desk.plan(texts(1, 0)) is None
+def test_who_never_blends(make: Make, how: dict[str, Any]) -> None:
+    desk = make((0, 1))
+    assert desk.plan(texts(1, 0)) is not None and desk.plan(texts(0, 1)) is None
+    assert desk.plan(texts(1, 0), **how) is None
 
 
-def test_nothing_is_indexed_without_the_option(bench: Workbench) -> None:
-    desk = Desk(bench, (0, 1), blend="off")
+def test_nothing_is_indexed_without_the_option(make: Make) -> None:
+    desk = make((0, 1), blend="off")
     assert desk.store.tree.content is None and desk.plan(texts(1, 0)) is None
 
 
-def test_the_index_is_there_after_a_restart_and_follows_evictions(bench: Workbench) -> None:
-    desk = Desk(bench, (0, 1), (0, 1, 2), (3,))
-    bench.close(desk.store)
-    desk = Desk(bench)
-    content = desk.store.tree.content
-    assert content is not None
-    check_content(content)
-    assert kinds_of(desk.plan([1, *texts(2), 1, *texts(3)]))[16:].count("r") == 390
-    for segment in list(desk.store.tree.segments()):
-        if segment.info.prefix_len:
-            lose(bench, desk.store, segment.segment_id, gone=True)
-    check_content(content)
-    assert kinds_of(desk.plan([1, *texts(2), 1, *texts(3)])).count("r") == 203
+def test_the_index_is_there_after_a_restart_and_follows_evictions(tmp_path: Path) -> None:
+    with closing(Desk(tmp_path, (0, 1), (0, 1, 2), (3,))):
+        pass
+    with closing(Desk(tmp_path)) as desk:
+        asked, content = [1, *texts(2), 1, *texts(3)], desk.store.tree.content
+        assert content is not None
+        check_content(content)
+        assert kinds_of(desk.planned(asked))[16:].count("r") == 390
+        for segment in list(desk.store.tree.segments()):
+            if segment.info.prefix_len:
+                lose(desk.bench, desk.store, segment.segment_id, gone=True)
+        check_content(content)
+        assert kinds_of(desk.planned(asked)).count("r") == 203
 
 
-def test_auto_computes_what_hardly_takes_longer_beside_reading(tmp_path: Path) -> None:
+def test_auto_computes_what_hardly_takes_longer_beside_reading(make: Make) -> None:
     """Of many layers: two compute all in any case."""
-    bench = Workbench(tmp_path / "kv", make_shape(layers=20, probe=(), coded=True))
-    desk = Desk(bench, (0, 1, 2))
+    desk = make((0, 1, 2), shape=make_shape(layers=20, probe=(), coded=True))
     wanted = LoadOptions(bits=6.0, blend="auto")
 
     def share(seconds: float) -> float:
@@ -152,46 +237,35 @@ def test_auto_computes_what_hardly_takes_longer_beside_reading(tmp_path: Path) -
     shares = [share(seconds) for seconds in (0.0, 0.05, 0.1, 0.2, 0.3, 5.0)]
     assert shares == sorted(shares) and shares[0] == SHARES[-1] and shares[-1] == SHARES[0]
     assert len(set(shares)) > 3
-    bench.close_all()
 
 
-def test_nobody_computes_for_longer_than_allowed(bench: Workbench) -> None:
-    """However long reading takes, which keeps nobody waiting."""
-    desk = Desk(bench, (0, 1, 2), blend_seconds=7.0)
-    desk.passes_take(0.1)
-    desk.reading_takes(100 * 7.0)
-    assert desk.plan(texts(0, 2, 1)) is not None
-    desk.passes_take(1e3, times=20)
-    wanted = LoadOptions(bits=6.0, blend=0.5)
-    assert desk.plan(texts(0, 2, 1), wanted=wanted) is None
-    assert desk.why[0] == Reason.BLEND_TOO_LONG and desk.why[1].endswith(" of 7 s")
-
-
-def test_why_nobody_blends(bench: Workbench) -> None:
-    desk = Desk(bench, (0, 1, 2), load="faster")
+def test_why_nobody_blends(make: Make) -> None:
+    desk = make((0, 1, 2), load="faster", blend_seconds=7.0)
 
     def why(tokens: list[int], wanted: LoadOptions = APPROXIMATE) -> str | None:
         assert desk.plan(tokens, wanted=wanted) is None
         return None if desk.why is None else ": ".join(desk.why)
 
-    short = texts(0)[:90]
-    assert why(texts(3)) is None and why([4, *short]) == "blend_too_short: 90 of 100 tokens"
-    assert why([4, *short], LoadOptions(bits=6.0, blend=1.0)) is None, "it would not have"
-    desk.passes_take(1.0)
-    desk.reading_takes(100.0)
+    short = [4, *texts(0)[:99]]
+    assert why(texts(3)) is None and why(short) == "blend_too_short: 99 of 100 tokens"
+    assert why(short, LoadOptions(bits=6.0, blend=1.0)) is None, "it would not have"
+    assert desk.plan([4, *texts(0)[:100]]) is not None
+    for each in (desk, always := make((0, 1, 2), blend_seconds=7.0)):
+        each.passes_take(0.1)
+        each.reading_takes(100.0)
     assert str(why(texts(0, 2, 1))).startswith("blend_slower: 1000")
+    assert always.plan(texts(0, 2, 1)) is not None, "reading keeps nobody waiting"
     desk.passes_take(1e6, times=20)
-    assert str(why([4, *texts(2)], wanted=LoadOptions(bits=6.0, blend=0.9))).startswith(
-        "blend_too_long: "
-    )
-    desk.blending.refusal = "a test"
+    too_long = str(why([4, *texts(2)], LoadOptions(bits=6.0, blend=0.9)))
+    assert too_long.startswith("blend_too_long: ") and too_long.endswith(" of 7 s")
+    desk.planner.refusal = "a test"
     assert why(texts(0, 2, 1)) == "blend_unsupported: a test"
 
 
 def test_what_blends_take_is_learnt_and_tried_again(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desk = Desk(bench, (0, 1, 2), load="faster")
+    desk = make((0, 1, 2), load="faster")
     desk.reading_takes(0.0)
     desk.passes_take(0.5)
     wanted, now = LoadOptions(bits=6.0, blend=0.5), [100.0]
@@ -200,58 +274,40 @@ def test_what_blends_take_is_learnt_and_tried_again(
     def plan() -> BlendJob | None:
         return desk.plan(texts(0, 2, 1), wanted=wanted)
 
-    fast = plan()
-    assert fast is not None
+    def learns(seconds: float, times: int = 30) -> None:
+        for _ in range(times):
+            desk.estimator.note_blend(work, 201.0, seconds)
+
+    fast = desk.planned(texts(0, 2, 1), wanted=wanted)
     work = RequestLengths(fast.start, len(fast), fast.new)
-    for _ in range(30):
-        desk.estimator.note_blend(work, 201.0, 1.0)
+    learns(1.0)
     assert plan() is not None, "to see how fast it is"
     assert plan() is None and desk.why[0] == Reason.BLEND_SLOWER
     now[0] += MEASURE_SECONDS
     assert plan() is not None and plan() is None
-    for _ in range(30):
-        desk.estimator.note_blend(work, 201.0, 0.01)
+    learns(0.01)
     found = plan()
     assert found is not None and found.estimate.compute < fast.estimate.compute
     # Whoever waits for a blend of a minute does so seldom.
-    for _ in range(60):
-        desk.estimator.note_blend(work, 201.0, 60.0)
-    now[0] += MEASURE_SECONDS
-    assert plan() is not None
-    now[0] += 5 * MEASURE_SECONDS
-    assert plan() is None and desk.why[0] == Reason.BLEND_TOO_LONG
-    now[0] += 20 * MEASURE_SECONDS
-    assert plan() is not None
+    learns(60.0, times=60)
+    for pause, tries in ((1, True), (5, False), (20, True)):
+        now[0] += pause * MEASURE_SECONDS
+        assert (plan() is not None) == tries
+        assert tries or desk.why[0] == Reason.BLEND_TOO_LONG
+    monkeypatch.undo()
 
 
-def test_a_basis_has_no_other_bits(tmp_path: Path) -> None:
-    codec = codec_for(blending_desk.SHAPE)
-    bench = Workbench(tmp_path / "kv", shape_by(codec.basis, blending_desk.SHAPE), codec)
-    desk = Desk(bench, (0, 1), (2,))
+def test_a_basis_has_no_other_bits(make: Make) -> None:
+    codec = codec_for(SHAPE)
+    desk = make((0, 1), (2,), shape=shape_by(codec.basis, SHAPE), codec=codec)
     plan = desk.planned([9, *texts(2, 0, 1)], wanted=LoadOptions(bits=4.0, blend=0.0))
     assert plan.estimate.bits == quality_of(plan).bits == 4.0
-    bench.close_all()
 
 
-def carry_out(job: BlendJob, shape: KVShape = SHAPE) -> tuple[list[Tensor], list[Tensor]]:
-    """What the loader's thread fills in: keys and values of each layer, NaN where it does not."""
-    assert job.target is not None
-    size = len(job), shape.num_kv_heads, 8
-    pools = [[torch.full(size, math.nan) for _ in range(shape.num_layers)] for _ in range(2)]
-    layers = StoredLayers(lambda layer: (pools[0][layer], pools[1][layer]))
-    loader = JobLoader(torch.device("cpu"), layers, plain_codec(shape))
-    job.state = JobState.LOADING
-    loader.begin(job)
-    assert job.done.wait(30)
-    assert loader.close(30)
-    keys, values = ([layer[job.target] for layer in pool] for pool in pools)
-    return keys, values
-
-
-def rounded(tokens: list[int], layer: int, part: slice, bits: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of some tokens of a segment in so many bits."""
+def rounded(tokens: list[int], layer: int, part: slice) -> tuple[Tensor, Tensor]:
+    """Keys and values of some tokens of a segment in six bits."""
     kvs = SequenceKVs(SHAPE, "", tuple(tokens))
-    codes = code_keys(kvs.keys(layer), bits), code_values(kvs.values(layer), bits)
+    codes = code_keys(kvs.keys(layer), 6), code_values(kvs.values(layer), 6)
     rows = restore(codes[0]), restore(codes[1])
     for found, exact in zip(rows, (kvs.keys(layer), kvs.values(layer)), strict=True):
         found[:SINK_TOKENS] = exact[:SINK_TOKENS]
@@ -259,107 +315,109 @@ def rounded(tokens: list[int], layer: int, part: slice, bits: int) -> tuple[Tens
 
 
 @pytest.mark.parametrize("block", [10_000, 128, 100])
-@pytest.mark.parametrize(("resident", "bits"), [(0, 6), (60, 6)])
-def test_what_comes_into_slots(bench: Workbench, block: int, resident: int, bits: int) -> None:
+@pytest.mark.parametrize("resident", [0, 60])
+def test_what_comes_into_slots(make: Make, block: int, resident: int) -> None:
     """Keys as they would have been at the new place, values as they were, whoever computed them."""
-    desk = Desk(bench, block=block)
+    desk = make(block=block)
     first, second = texts(0, 1, 2), texts(3, 2)
-    bench.put(desk.store, first)
-    bench.put(desk.store, second)
-    prompt = [*texts(2), 5, *texts(3), 6, 7, *texts(1, 0)]
-    plan = desk.planned(prompt, resident, wanted=LoadOptions(bits=bits, blend=0.0))
-    assert plan.start == resident
-    job = desk.job(plan)
+    desk.put(first, second)
+    job = desk.planned([*texts(2), 5, *texts(3), 6, 7, *texts(1, 0)], resident)
+    assert job.start == resident
 
-    keys, values = carry_out(job)
+    keys, values = desk.run(job)
 
     assert job.state is JobState.LOADED and job.unread(SHAPE.num_layers) == 0.0
-    assert job.reads.chunks_accessed > 0 and job.bits == bits
+    assert job.reads.chunks_accessed > 0 and job.bits == 6.0
 
     for layer in range(SHAPE.num_layers):
         stored: list[tuple[Tensor, Tensor]] = []
         for number in range(4):
             whole, start = (second, 0) if number == 3 else (first, [0, 200, 401][number])
-            part = slice(start, start + 200 + number)
-            stored.append(rounded(whole, layer, part, bits))
+            stored.append(rounded(whole, layer, slice(start, start + 200 + number)))
         # Document 2 is stored twice; the run that was found says which it is.
-        if plan.runs[0].span.segment.info.num_tokens == len(second):
-            stored[2] = rounded(second, layer, slice(203, None), bits)
+        if job.runs[0].span.segment.info.num_tokens == len(second):
+            stored[2] = rounded(second, layer, slice(203, None))
         place = 0
         for number, gap in ((2, 1), (3, 2), (1, 0), (0, 0)):
             low, high = max(place, resident), place + 200 + number
             at, of = slice(low - resident, high - resident), slice(low - place, high - place)
             assert torch.allclose(values[layer][at], stored[number][1][of], atol=1e-4)
-            run = next(run for run in plan.runs if run.start <= low < run.stop)
+            run = next(run for run in job.runs if run.start <= low < run.stop)
             old = torch.arange(low, high) - run.shift
             turns = ROTATION.turns(old, torch.arange(low, high))
             expected = ROTATION.move(stored[number][0][of], turns)
             assert torch.allclose(keys[layer][at], expected, atol=1e-3)
             place = high + gap
-        assert keys[layer].isnan().any(2).any(1).sum() == 3
+        assert (keys[layer] == EMPTY).all(2).all(1).sum() == 3
 
 
-def two_segments(bench: Workbench, **options: Any) -> tuple[Desk, BlendJob]:
-    """A prompt of documents 1 and 0, which stand in segments of their own."""
-    desk = Desk(bench, (0,), (1,), **options)
-    return desk, desk.planned([4, *texts(1), 5, *texts(0)])
+# Documents that stand in segments of their own.
+TWO = [4, *texts(1), 5, *texts(0)]
+
+
+def before_each_read(
+    monkeypatch: pytest.MonkeyPatch, look: Callable[[WholeSource, int], None]
+) -> None:
+    """Call it with each source and layer that is read."""
+    original = WholeSource.read
+
+    def read(source: WholeSource, layer: int) -> Any:
+        look(source, layer)
+        return original(source, layer)
+
+    monkeypatch.setattr(WholeSource, "read", read)
 
 
 @pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.parametrize("block", [10_000, 100])
 @pytest.mark.parametrize("layer", [None, 0, 1])
 def test_a_segment_that_cannot_be_read_is_computed_and_the_rest_reused(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch, block: int, bad: int, layer: int | None
+    make: Make, monkeypatch: pytest.MonkeyPatch, block: int, bad: int, layer: int | None
 ) -> None:
     """Gone before it is opened, or damaged where some layers are in slots already."""
-    desk, plan = two_segments(bench, block=block, readahead=1.0)
-    out, left = (plan.runs[number].span.segment for number in (bad, 1 - bad))
-    original = WholeSource.read
+    desk = make((0,), (1,), block=block, readahead=1.0)
+    job = desk.planned(TWO)
+    out, left = (job.runs[number].span.segment for number in (bad, 1 - bad))
 
-    def read(source: WholeSource, number: int) -> Any:
+    def fail(source: WholeSource, number: int) -> None:
         if number == layer and out.segment_id in source.segment_ids:
             raise SegmentUnreadable(out.segment_id, "a test")
-        return original(source, number)
 
-    monkeypatch.setattr(WholeSource, "read", read)
+    before_each_read(monkeypatch, fail)
     if layer is None:
-        bench.file_of(out.segment_id).unlink()
-    job = desk.job(plan)
-    carry_out(job)
+        desk.bench.file_of(out.segment_id).unlink()
+    desk.run(job)
     assert job.state is JobState.FAILED and isinstance(job.error, SegmentUnreadable)
     assert job.error.segment_id == out.segment_id
     desk.store.report(job.error)
     # Nobody finds it before a second look.
-    again = desk.planned([4, *texts(1), 5, *texts(0)])
+    again = desk.planned(TWO)
     assert {run.span.segment for run in again.runs} == {left}
-    job = desk.job(again)
-    keys, _ = carry_out(job)
-    assert job.state is JobState.LOADED and 0 < job.parts[1] <= len(again.runs[0])
+    keys, _ = desk.run(again)
+    assert again.state is JobState.LOADED and 0 < again.parts[1] <= len(again.runs[0])
     (run,) = again.runs
-    assert not keys[0][run.start : run.stop].isnan().any()
+    assert not (keys[0][run.start : run.stop] == EMPTY).any()
+    look_again(desk.store)
 
 
-def test_a_job_that_is_revoked_is_left(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk, plan = two_segments(bench, block=100)
-    job = desk.job(plan)
-    original, reads = WholeSource.read, [0]
+def test_a_job_that_is_revoked_is_left(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk, layers = make((0,), (1,), block=100), list[int]()
+    job = desk.planned(TWO)
 
-    def read(source: WholeSource, number: int) -> Any:
-        reads[0] += 1
-        if reads[0] == 3:
+    def revoke_third(source: WholeSource, layer: int) -> None:
+        layers.append(layer)
+        if len(layers) == 3:
             job.revoke()
-        return original(source, number)
 
-    monkeypatch.setattr(WholeSource, "read", read)
-    carry_out(job)
-    assert job.state is JobState.DROPPED and reads[0] == 3
+    before_each_read(monkeypatch, revoke_third)
+    desk.run(job)
+    assert job.state is JobState.DROPPED and len(layers) == 3
 
 
 @pytest.mark.parametrize("start", [0, 50, 203, 300])
-def test_it_begins_where_its_prefix_ends(bench: Workbench, start: int) -> None:
+def test_it_begins_where_its_prefix_ends(make: Make, start: int) -> None:
     """What became resident since it was planned is not read; what is gone is read or computed."""
-    desk = Desk(bench, (0, 1, 2))
-    plan = desk.planned(texts(0, 2, 1), 203)
+    plan = make((0, 1, 2)).planned(texts(0, 2, 1), 203)
     assert plan.start == 203
     kinds, stop = plan.kinds, plan.stop
     plan.begin_at(start)

@@ -74,46 +74,6 @@ def test_what_says_nothing_changes_nothing(size: tuple[float, float, float]) -> 
     assert cost.observations == 0 and cost.seconds(5, 5) == 0.0
 
 
-# Of a floor: seconds at least, per x and per y.
-FLOORED = (0.01, 2.5e-5, 1.7e-9)
-
-
-def take(x: float, y: float, times: float = 1.0) -> float:
-    constant, per_x, per_y = FLOORED
-    return max(constant, x * per_x + y * per_y) * times
-
-
-def learnt(first_x: float = 1e-3, first_y: float = 1e-7, largest: float = 4.0) -> Cost:
-    cost, pick = Cost(first_x, first_y, floored=True), random.Random(1)
-    # Something is compiled meanwhile.
-    cost.observe(8, 4000, 3.0)
-    for _ in range(200):
-        x = 10 ** pick.uniform(0, largest)
-        y = x * 10 ** pick.uniform(2, 4)
-        cost.observe(x, y, take(x, y) * pick.uniform(0.9, 1.1))
-    return cost
-
-
-@pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0])
-@pytest.mark.parametrize("wrong", [0.3, 1.0, 3.0])
-def test_a_constant_is_learnt_beside_both_rates(scale: float, wrong: float) -> None:
-    cost = learnt(scale * wrong, scale * 7e-5 / wrong)
-
-    for x, y in ((1, 500), (200, 1e5), (300, 1e6), (3000, 4e6), (9000, 5e7)):
-        seconds, known = cost.bound(x, y)
-        assert known and seconds == cost.seconds(x, y) == pytest.approx(take(x, y), rel=0.15)
-
-
-def test_what_was_seen_to_be_short_bounds_what_is_longer() -> None:
-    assert Cost(1e-3, 1e-7, floored=True).bound(9, 9) == (None, False)
-    cost = learnt(largest=2.0)
-
-    assert cost.bound(40, 400) == (pytest.approx(0.01, rel=0.1), True)
-    bound, known = cost.bound(4000, 4e6)
-    assert not known and bound is not None and take(4000, 4e6) < bound < 10 * take(4000, 4e6)
-    assert cost.seconds(4000, 4e6) == pytest.approx(0.01, rel=0.1)
-
-
 def test_of_one_size_less_takes_its_share() -> None:
     """Else nothing would be tried that is less."""
     cost = Cost(1.0, 1.0, floored=True)
@@ -124,17 +84,6 @@ def test_of_one_size_less_takes_its_share() -> None:
     assert cost.bound(1000, 1000) == (pytest.approx(0.5), True)
     assert cost.seconds(2e3, 2e3) == pytest.approx(0.5)
     assert cost.bound(4e3, 4e3) == (pytest.approx(2.0), False)
-
-
-@pytest.mark.parametrize("times", [0.2, 5.0])
-def test_a_device_that_changes_is_followed_at_once(times: float) -> None:
-    """Also where nothing was seen since."""
-    cost, pick = learnt(), random.Random(4)
-    for _ in range(20):
-        x = pick.uniform(1, 50)
-        cost.observe(x, 1e3 * x, take(x, 1e3 * x, times))
-
-    assert cost.seconds(9000, 5e7) == pytest.approx(take(9000, 5e7, times), rel=0.25)
 
 
 @given(
@@ -175,7 +124,7 @@ class Machine:
     per_copied: float
     per_pass: float = 0.0
 
-    def forward(self, before: float, new: int) -> float:
+    def forward(self, before: float, new: float) -> float:
         pairs = new * (before + (new + 1) / 2)
         return max(self.per_pass, self.per_token * new + self.per_pair * pairs)
 
@@ -195,23 +144,16 @@ MACHINES = {
 each_machine = pytest.mark.parametrize("machine", MACHINES.values(), ids=list(MACHINES))
 
 
-def taught(machine: Machine, *, noise: float = 0.0) -> Estimator:
-    """After some hundred requests of all lengths."""
+def taught(
+    machine: Machine, *, noise: float = 0.0, longest: float = 4000, most_before: int = 20_000
+) -> Estimator:
+    """After some hundred requests of all lengths, the first of which waited for a compiler."""
     pick, estimator = random.Random(5), Estimator(HIDDEN_SIZE)
+    estimator.computing.observe(8, 4000.0, 3.0)
     for _ in range(300):
-        work = RequestLengths(0, stored=pick.randint(256, 20_000), new=pick.randint(16, 4000))
-        factor = pick.uniform(1 - noise, 1 + noise)
-        before = pick.choice([0, 0, pick.randint(0, 20_000)])
-        seconds = machine.forward(before, work.new) * factor
-        estimator.computing.observe(work.new, pairs_of(before, work.new), seconds)
-    return estimator
-
-
-def after(machine: Machine, *lengths: int) -> Estimator:
-    """After passes over so many tokens behind none."""
-    estimator = Estimator(HIDDEN_SIZE)
-    for new in lengths:
-        estimator.computing.observe(new, pairs_of(0, new), machine.forward(0, new))
+        new, before = longest ** pick.random(), pick.choice([0, 0, pick.randint(0, most_before)])
+        seconds = machine.forward(before, new) * pick.uniform(1 - noise, 1 + noise)
+        estimator.computing.observe(new, pairs_of(before, new), seconds)
     return estimator
 
 
@@ -257,6 +199,31 @@ def test_what_loading_in_a_pass_takes_is_learnt_within_a_tenth(
     for work in WORKS:
         expected = machine.load(work, whole=whole)
         assert costs.seconds(work, whole=whole) == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("times", [0.2, 5.0])
+def test_a_device_that_changes_is_followed_at_once(times: float) -> None:
+    """Also where nothing was seen since."""
+    machine, pick = MACHINES["a large GPU"], random.Random(4)
+    estimator = taught(machine)
+    for _ in range(20):
+        new = pick.uniform(1, 50)
+        seconds = times * machine.forward(1000, new)
+        estimator.computing.observe(new, pairs_of(1000, new), seconds)
+
+    expected = times * machine.forward(0, 9000)
+    assert estimator.pass_seconds(0, 9000) == pytest.approx(expected, rel=0.25)
+
+
+def test_what_was_seen_to_be_short_bounds_what_is_longer() -> None:
+    machine = MACHINES["a large GPU"]
+    cost = taught(machine, noise=0.1, longest=100, most_before=20).computing
+
+    assert cost.bound(40, 400) == (pytest.approx(machine.per_pass, rel=0.1), True)
+    bound, known = cost.bound(4000, pairs_of(0, 4000))
+    real = machine.forward(0, 4000)
+    assert not known and bound is not None and real < bound < 10 * real
+    assert cost.seconds(4000, 4e6) == pytest.approx(machine.per_pass, rel=0.1)
 
 
 def test_where_nothing_is_known_it_loads() -> None:
