@@ -19,7 +19,15 @@ from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.codecs import plain_codec
 from impress_sglang.transfer.filling import fill
 from impress_sglang.transfer.sources import OpenSpan, WholeSource
-from tests.unit.kv_factory import cache_of, make_info, make_shape, open_span, random_kvs, write_kvs
+from tests.unit.kv_factory import (
+    SequenceKVs,
+    cache_of,
+    make_info,
+    make_shape,
+    open_span,
+    random_kvs,
+    write_kvs,
+)
 
 SHAPE = make_shape(
     layers=3, query_heads=6, kv_heads=2, key_dim=64, value_dim=32, probe=(), coded=True, raw=1
@@ -40,6 +48,15 @@ def restore(codes: Codes) -> Tensor:
         low, step = low[..., None], step[..., None]
     middle = (codes.codes.float() / cell).floor_().add_(0.5).mul_(cell).sub_(0.5)
     return middle * step + low
+
+
+def rounded(kvs: SequenceKVs, layer: int, start: int = 0) -> tuple[Tensor, Tensor]:
+    """Keys and values of a segment that has the tokens from `start` on, in six bits."""
+    exact, num_sinks = kvs.read_from(start)(layer), max(SINK_TOKENS - start, 0)
+    rows = restore(code_keys(exact[0], 6)), restore(code_values(exact[1], 6))
+    for found, right in zip(rows, exact, strict=True):
+        found[:num_sinks] = right[:num_sinks]
+    return rows
 
 
 @dataclasses.dataclass(frozen=True)

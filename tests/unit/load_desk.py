@@ -9,21 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from impress_sglang.codes.coding import Rows
+from impress_sglang.config import EXACT_BITS
 from impress_sglang.cost import Estimate
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredMatch
-from impress_sglang.transfer.codecs import Codec, plain_codec
-from impress_sglang.transfer.filling import StoredLayers, fill
+from impress_sglang.transfer.codecs import Codec
+from impress_sglang.transfer.filling import StoredLayers
 from tests.faults import Faults, FaultyFileSystem
 from tests.unit import kv_factory as kv
-from tests.unit.coded_factory import Pools
+from tests.unit.coded_factory import Pools, rounded
 from tests.unit.store_factory import Workbench, look_up
 from tests.unit.waiting import wait_until
 
@@ -89,9 +87,7 @@ class Desk:
             spans = job.spans
             assert any(self.store.tree.get(s.segment.segment_id) is not s.segment for s in spans)
             return False
-        assert job.state is JobState.LOADED and job.target is not None
-        if job.kv_class.exact:
-            self.check(job)
+        self.check(job)
         return True
 
     def begin(
@@ -110,20 +106,22 @@ class Desk:
         """Until all have ended."""
         assert all(job.done.wait(60) and job.began_at >= job.planned_at for job in jobs)
 
-    def expected(self, job: LoadJob) -> list[Tensor]:
-        """What its slots must hold, by the definition of exact KVs, or by the other loader."""
-        if job.kv_class.exact:
-            kvs = kv.SequenceKVs(SHAPE, "", tuple(job.tokens.tolist()))
-            layers = range(SHAPE.num_layers)
-            rows = [*map(kvs.keys, layers), *map(kvs.values, layers)]
-            return [layer_rows[job.start :] for layer_rows in rows]
-        return restored(self.store, job)
-
     def check(self, job: LoadJob) -> None:
+        """Its slots hold exact KVs, or what these are in six bits, by definition."""
         assert job.state is JobState.LOADED and job.layers == self.shape.num_layers
         assert job.target is not None
-        for found, rows in zip(self.pools.rows(job.target), self.expected(job), strict=True):
-            assert torch.equal(found, rows)
+        tokens, exact = tuple(job.tokens.tolist()), job.bits == EXACT_BITS
+        for layer in range(self.shape.num_layers):
+            parts, start = [], 0
+            for span in job.match.spans:
+                whole = (*tokens[:start], *span.segment.info.tokens.tolist())
+                kvs = kv.SequenceKVs(self.shape, "", whole)
+                rows = kvs.read_from(start)(layer) if exact else rounded(kvs, layer, start)
+                parts.append([of_segment[: len(span)] for of_segment in rows])
+                start += len(span)
+            for pool, rows in zip(self.pools(layer), zip(*parts, strict=True), strict=True):
+                expected = torch.cat(rows)[job.start :]
+                assert torch.allclose(pool[job.target], expected, rtol=0, atol=1e-4 * (not exact))
 
     def close(self) -> None:
         self.faults.clear()
@@ -132,18 +130,6 @@ class Desk:
         # Reads that were in flight when the last job ended are taken in by a poll.
         wait_until(lambda: self.store.poll() or not any(map(self.store.segments.is_open, names)))
         self.bench.close_all()
-
-
-def restored(store: PrefixStore, job: LoadJob) -> list[Tensor]:
-    """What the codes of a job are, read on the thread of the test."""
-    source, slots = store.segments.open(job.spans, exact=False), torch.arange(len(job))
-    assert source.codes
-    pools, codec = Pools(SHAPE, len(job)), plain_codec(SHAPE)
-    for layer in range(SHAPE.num_layers):
-        fill(layer, source, source.read(layer), Rows(*pools(layer), slots), codec)
-        source.end_layer(layer)
-    store.close_source(source)
-    return pools.rows(slots)
 
 
 Make = Callable[..., Desk]

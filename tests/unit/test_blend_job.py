@@ -17,9 +17,7 @@ from torch import Tensor
 
 from impress_sglang.blend.job import BlendJob, TokenKind
 from impress_sglang.blend.planner import MEASURE_SECONDS, SHARES, BlendPlanner
-from impress_sglang.codes.groups.codec import code_keys, code_values
 from impress_sglang.codes.rotation import KeyRotation
-from impress_sglang.codes.rows.fit import SINK_TOKENS
 from impress_sglang.cost import Estimator, RequestLengths
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.serving.kv_class import KVClass
@@ -31,7 +29,7 @@ from impress_sglang.transfer.basis_codec import shape_by
 from impress_sglang.transfer.sources import WholeSource
 from tests.unit import load_desk
 from tests.unit.basis_factory import codec_for
-from tests.unit.coded_factory import EMPTY, restore
+from tests.unit.coded_factory import EMPTY, rounded
 from tests.unit.kv_factory import SequenceKVs, as_tokens, make_shape
 from tests.unit.load_desk import desks_in
 from tests.unit.store_checks import check_content
@@ -304,16 +302,6 @@ def test_a_basis_has_no_other_bits(make: Make) -> None:
     assert plan.estimate.bits == quality_of(plan).bits == 4.0
 
 
-def rounded(tokens: list[int], layer: int, part: slice) -> tuple[Tensor, Tensor]:
-    """Keys and values of some tokens of a segment in six bits."""
-    kvs = SequenceKVs(SHAPE, "", tuple(tokens))
-    codes = code_keys(kvs.keys(layer), 6), code_values(kvs.values(layer), 6)
-    rows = restore(codes[0]), restore(codes[1])
-    for found, exact in zip(rows, (kvs.keys(layer), kvs.values(layer)), strict=True):
-        found[:SINK_TOKENS] = exact[:SINK_TOKENS]
-    return rows[0][part], rows[1][part]
-
-
 @pytest.mark.parametrize("block", [10_000, 128, 100])
 @pytest.mark.parametrize("resident", [0, 60])
 def test_what_comes_into_slots(make: Make, block: int, resident: int) -> None:
@@ -330,22 +318,24 @@ def test_what_comes_into_slots(make: Make, block: int, resident: int) -> None:
     assert job.reads.chunks_accessed > 0 and job.bits == 6.0
 
     for layer in range(SHAPE.num_layers):
-        stored: list[tuple[Tensor, Tensor]] = []
-        for number in range(4):
-            whole, start = (second, 0) if number == 3 else (first, [0, 200, 401][number])
-            stored.append(rounded(whole, layer, slice(start, start + 200 + number)))
+        of_first, of_second = (
+            rounded(SequenceKVs(SHAPE, "", tuple(tokens)), layer) for tokens in (first, second)
+        )
+        stored = [(of_first, 0), (of_first, 200), (of_first, 401), (of_second, 0)]
         # Document 2 is stored twice; the run that was found says which it is.
         if job.runs[0].span.segment.info.num_tokens == len(second):
-            stored[2] = rounded(second, layer, slice(203, None))
+            stored[2] = of_second, 203
         place = 0
         for number, gap in ((2, 1), (3, 2), (1, 0), (0, 0)):
             low, high = max(place, resident), place + 200 + number
-            at, of = slice(low - resident, high - resident), slice(low - place, high - place)
-            assert torch.allclose(values[layer][at], stored[number][1][of], atol=1e-4)
+            (old_keys, old_values), start = stored[number]
+            at = slice(low - resident, high - resident)
+            of = slice(start + low - place, start + high - place)
+            assert torch.allclose(values[layer][at], old_values[of], atol=1e-4)
             run = next(run for run in job.runs if run.start <= low < run.stop)
             old = torch.arange(low, high) - run.shift
             turns = ROTATION.turns(old, torch.arange(low, high))
-            expected = ROTATION.move(stored[number][0][of], turns)
+            expected = ROTATION.move(old_keys[of], turns)
             assert torch.allclose(keys[layer][at], expected, atol=1e-3)
             place = high + gap
         assert (keys[layer] == EMPTY).all(2).all(1).sum() == 3
