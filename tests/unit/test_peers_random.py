@@ -7,12 +7,14 @@ are not those of the tokens asked for, or that are purged; at the end each finds
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,14 +40,14 @@ from tests.unit.store_factory import (
     gb,
     length,
     lengths,
+    look_again,
     look_up,
     prompt,
     purge,
     until,
-    use,
 )
 from tests.unit.test_peers import Two, folder_of, until_stored
-from tests.unit.waiting import wait_until
+from tests.unit.waiting import Clock, wait_until
 
 STEPS = 120
 # Room for about this many segments.
@@ -56,8 +58,10 @@ class History:
     def __init__(self, root: Path, seed: int) -> None:
         self.chance = random.Random(seed)
         self.bench = Workbench(root, SHAPES["head groups bfloat16"])
-        self.options = {"ssd_gb": gb(ROOM * self.bench.one)}
-        self.stores = [self.bench.open(**self.options) for _ in range(2)]
+        self.stores = list[PartStore]()
+        self.purged = list[tuple[int, ...]]()
+        self.start()
+        self.start()
 
     def prompt(self) -> tuple[int, ...]:
         """One of a few trees of prompts, which often begin alike."""
@@ -69,7 +73,8 @@ class History:
 
     def store(self) -> PartStore:
         store = self.chance.choice(self.stores)
-        store.poll()
+        if self.chance.random() < 0.8:
+            hear(store)
         return store
 
     def step(self) -> None:
@@ -80,17 +85,23 @@ class History:
         kind[0]()
         for store in self.stores:
             check_store(store)
+            assert all(length(store, tokens) < len(tokens) for tokens in self.purged)
 
     def offer(self) -> None:
-        store = self.store()
-        outcome = self.bench.offer(store, self.prompt())
+        store, offered = self.store(), self.prompt()
+        self.purged = [tokens for tokens in self.purged if tokens != offered[: len(tokens)]]
+        outcome = self.bench.offer(store, offered)
         if outcome is StoreOutcome.ACCEPTED and self.chance.random() < 0.7:
             store.writes.drain()
 
     def read(self) -> None:
         """Whatever is found is right, or cannot be read."""
         store, tokens = self.store(), self.prompt()
-        found = look_up(store, tokens).num_tokens
+        self.is_damaged(store, tokens)
+
+    def is_damaged(self, store: PartStore, tokens: Sequence[int]) -> bool:
+        """Whether something that is found of a prompt cannot be read, and is used no more."""
+        found = length(store, tokens)
         try:
             check_rows(store, tokens[:found]) if found else None
         except PrefixUnreadable as error:
@@ -98,6 +109,8 @@ class History:
             # Another server may have the same.
             used = look_up(store, tokens).spans
             assert all(span.segment.segment_id != error.segment_id for span in used)
+            return True
+        return False
 
     def purge(self) -> None:
         store, tokens = self.store(), self.prompt()
@@ -109,14 +122,17 @@ class History:
             return all(length(store, tokens) < len(tokens) for store in self.stores)
 
         wait_until(all_gone)
+        self.purged.append(tokens)
 
     def kill(self) -> None:
         if len(self.stores) > 1:
             self.bench.kill(self.stores.pop(self.chance.randrange(len(self.stores))))
 
     def start(self) -> None:
+        """A server that looks for news only when a step says so: what is found stays until then."""
         if len(self.stores) < 3:
-            self.stores.append(self.bench.open(**self.options))
+            self.stores.append(self.bench.open(ssd_gb=gb(ROOM * self.bench.one)))
+            self.stores[-1]._disk.peers.close(10)
 
     def damage(self) -> None:
         """A file goes, or becomes shorter, unless a store removes it meanwhile."""
@@ -130,24 +146,45 @@ class History:
 
     def look(self) -> None:
         for store in self.stores:
-            store._disk.peers.look()
-            store.poll()
+            hear(store)
 
     def settle(self) -> None:
-        """All write what they write, and hear of it."""
-        for store in self.stores:
-            store.writes.drain()
-            store.worker.submit(int).result()
-        # Of what has no place yet a few are tried in each poll.
-        for _ in range(30):
-            self.look()
+        """All write what they write, find what is damaged, and hear of it."""
+        damaged = True
+        while damaged:
+            # Of what has no place yet a few are tried in each poll.
+            for _ in range(30):
+                for store in self.stores:
+                    store.writes.drain()
+                    look_again(store)
+                    store.worker.submit(int).result()
+                self.look()
+            damaged = any(
+                self.is_damaged(store, tokens) for store in self.stores for tokens in has(store)
+            )
+
+    def check_finds_all(self) -> None:
+        """What a server finds in its own folder, another finds as well."""
+        for other, store in itertools.permutations(self.stores, 2):
+            for tokens in has(other):
+                found = length(store, tokens)
+                if found < length(other, tokens) == len(tokens):
+                    # Of two that were written at once and begin alike, one is used; what was
+                    # purged while its place was not known, is not.
+                    (first,) = look_up(other, tokens).slice(found, found + 1)
+                    info = first.segment.info
+                    assert info.segment_id in store.places._unwanted or found > info.prefix_len
+
+
+def has(store: PartStore) -> list[list[int]]:
+    """Prompts whose ends a server has in its own folder."""
+    segments = store.tree.segments()
+    return [s.prompt().tolist() for s in segments if s.ready and s.home is None]
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_histories(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers_module, "FOLDERS_SECONDS", 0.0)
     monkeypatch.setattr(places_module, "_AGAIN_SECONDS", 0.0)
-    monkeypatch.setattr(peers_module, "LOOK_SECONDS", 0.02)
     # What is heard in a poll does not depend on the machine.
     monkeypatch.setattr(peers_module, "_MOST_SECONDS", 10.0)
     monkeypatch.setattr(places_module, "_SEARCH_SECONDS", 10.0)
@@ -157,44 +194,10 @@ def test_random_histories(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyP
     for _ in range(STEPS):
         history.step()
     history.settle()
-    for store in history.stores:
-        check_finds_all(history, store)
     used = sum(path.stat().st_size for path in history.bench.root.glob("*/segments/*/*.kv"))
     assert used <= (ROOM + len(history.stores)) * history.bench.one
-    for store in history.stores:
-        history.bench.close(store)
-    last = history.bench.open(**history.options)
-    check_finds_all(history, last)
+    history.check_finds_all()
     history.bench.close_all()
-
-
-def check_finds_all(history: History, store: PartStore) -> None:
-    """What a server finds in its own folder, another finds as well, unless it is damaged."""
-    for other in history.stores:
-        if other._closed:
-            continue
-        for segment in list(other.tree.segments()):
-            if segment.ready and segment.home is None:
-                tokens = prompt_with(other, segment.segment_id)
-                reachable = length(other, tokens)
-                try:
-                    use(other, tokens[:reachable]) if reachable else None
-                except PrefixUnreadable as error:
-                    other.report(error)
-                    continue
-                found = length(store, tokens)
-                if found < reachable == len(tokens):
-                    # Of two that were written at once and begin alike, one is used; what is damaged
-                    # or was purged while its place was not known, is not.
-                    (first,) = look_up(other, tokens).slice(found, found + 1)
-                    info = first.segment.info
-                    assert info.segment_id in store.places._unwanted or found > info.prefix_len
-
-
-def prompt_with(store: PartStore, segment_id: str) -> Sequence[int]:
-    segment = store.tree.get(segment_id)
-    assert segment is not None
-    return segment.prompt().tolist()
 
 
 at_once = test_peers.at_once
@@ -212,7 +215,7 @@ def hear(store: PartStore) -> None:
     """Look, and act on all that is new."""
     store._disk.peers._folders_at = 0.0
     store._disk.peers.look()
-    while store._disk.peers.news:
+    while store._disk.peers.news or store._orders:
         store.poll()
     store.poll()
     check_store(store)
@@ -235,20 +238,12 @@ def write_anew(store: PartStore) -> None:
     store.worker.submit(store.worker.journal.record, {"want": 0}).result()
 
 
-@pytest.mark.parametrize("restarted", [False, True])
-def test_what_is_told_after_a_purge_was_purged(bench: Workbench, two: Two, restarted: bool) -> None:
+def test_what_is_told_after_a_purge_was_purged(bench: Workbench, two: Two) -> None:
     """By a server that is dead, so that nobody else removes it."""
     first, second = two
     bench.put_all(first, 1, 2)
     bench.kill(first)
     purge(second, prompt(1))
-    second.worker.submit(int).result()
-    if restarted:
-        folder = folder_of(second)
-        bench.close(second)
-        (second,) = (store for store in (bench.open(), bench.open()) if folder_of(store) == folder)
-        until(second, lambda: lengths(second, 1, 2) == [0, 8])
-        return
     hear(second)
     assert lengths(second, 1, 2) == [0, 8]
     until(second, lambda: len(bench.files()) == 1)
@@ -309,18 +304,17 @@ def test_a_poll_takes_no_more_news_than_it_has_time_for(
     first, second = two
     bench.put_all(first, *range(1, 21))
     second._disk.peers.look()
-    heard, hear_one = [], second._hear
+    clock, hear_one = Clock(), second._hear
+    monkeypatch.setattr(peers_module, "time", SimpleNamespace(monotonic=clock))
 
     def slow(news: peers_module.PeerEvent) -> None:
-        heard.append(news)
-        time.sleep(0.002)
+        clock.now += 0.002
         hear_one(news)
 
     monkeypatch.setattr(second, "_hear", slow)
     second.poll()
-    assert 0 < len(heard) < 10
-    until(second, lambda: len(heard) == 20)
-    assert length(second, prompt(20)) == 8
+    assert 0 < len(second.tree) < 10
+    until(second, lambda: len(second.tree) == 20)
 
 
 def test_room_is_found_without_passing_what_others_have_each_time(bench: Workbench) -> None:
