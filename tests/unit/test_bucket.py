@@ -6,6 +6,7 @@ import datetime
 import functools
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from impress_sglang.storage.directory import segment_files
 from impress_sglang.store import bucket as bucket_module
 from impress_sglang.store import bucket_peer as peer_module
 from impress_sglang.store import disk as disk_module
+from impress_sglang.store import segment_readers as readers_module
 from impress_sglang.store import store as store_module
 from impress_sglang.store import unattached as places_module
 from impress_sglang.store.bucket import Bucket
@@ -151,6 +153,33 @@ def test_what_one_stores_others_find_and_keep(world: World, bucket: Faults) -> N
     until_found(first, prompt(1, 60))
     check_rows(first, prompt(1, 60))
     assert not (first.health.summary()["failures"] or second.health.summary()["failures"])
+
+
+def test_ranges_are_fetched_together_and_each_once(
+    world: World, bucket: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first three are answered when all three have been asked for."""
+    for module in (bucket_module, readers_module):
+        monkeypatch.setattr(module, "RANGE_BYTES", 4096)
+    monkeypatch.setattr(bucket_module, "IDLE_SECONDS", 600.0)
+    first, second = world.open("a"), world.open("b")
+    tokens, three = prompt(1, 100), threading.Barrier(3)
+    world.put("a", first, tokens)
+    until_found(second, tokens)
+    (segment,) = second.tree.segments()
+    # That reads the header alone.
+    second.segments.acquire(segment)
+    bucket.counts["get_range"] = 0
+
+    def wait_for_others(what: str, name: str) -> bool:
+        if what == "get_range" and bucket.counts[what] <= 3:
+            three.wait(30)
+        return False
+
+    bucket.fails = wait_for_others
+    check_rows(second, tokens)
+    second.segments.release(segment.segment_id)
+    assert 3 < bucket.counts["get_range"] <= -(-segment.info.layout().file_bytes // 4096)
 
 
 def test_a_lost_directory_and_a_restart(world: World, bucket: Faults) -> None:
