@@ -6,11 +6,8 @@ import argparse
 import importlib
 import json
 import math
-import socket
 import time
-from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +15,9 @@ import torch
 
 from bench.core.cli import MODULES, main
 from bench.core.data import EXCERPTS, READERS, read_rows
-from bench.core.options import DATA, SEED, Option, one_of, parse
+from bench.core.options import parse
 from bench.core.report import Result, Table, interval, publish
-from bench.core.session import ROOT, BenchFailed, ReservedPort
+from bench.core.session import ROOT, BenchFailed
 from bench.micro import gpu
 from bench.policies import capacity
 from bench.policies.capacity import KINDS, LLAMA, Ask, Model, Store, bound, lru, replay
@@ -28,26 +25,18 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.storage.layout import KVShape, SegmentLayout
 from tests.unit.store_checks import check_tree
 
-OPTIONS = (
-    Option("sizes", (1, 2), "some", quick=(3,)),
-    Option("share", 0.5, "one", quick=0.25),
-    Option("way", "fast", "how", parse=one_of(("fast", "slow"))),
-    Option("tokens", None, "some", parse=int),
-    Option("flag", None, "more", repeated=True),
-    DATA,
-    SEED,
-)
 
-
-def read(*given: str) -> argparse.Namespace:
-    return parse("some", "What it is.", OPTIONS, given)
+def read(*arguments: str) -> argparse.Namespace:
+    return parse("capacity", "", capacity.OPTIONS, arguments)
 
 
 def test_defaults_are_of_full_and_quick_runs() -> None:
     full, quick = read(), read("--quick")
-    assert (full.sizes, full.share, full.flag, full.quick) == ((1, 2), 0.5, [], False)
-    assert (quick.sizes, quick.share, quick.way, quick.tokens) == ((3,), 0.25, "fast", None)
-    assert full.data is None and full.seed == 1
+    assert (full.tb, full.depth, full.seed) == ((0.1, 0.3, 1.0, 3.0, 10.0), 8, 1)
+    assert (quick.tb, quick.depth, quick.seed) == ((0.005, 10.0), 8, 1)
+    assert read("--quick", "--tb=5,.6,5").tb == (5.0, 0.6)
+    with pytest.raises(SystemExit):
+        read("--kinds=exact,other")
 
 
 def test_without_a_name_all_are_listed_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,8 +53,6 @@ def test_each_is_a_module_with_options_and_a_run(name: str) -> None:
     module = importlib.import_module(MODULES[name])
     args = parse(name, module.__doc__, module.OPTIONS, ["--quick"])
     assert callable(module.run) and args.command == f"python -m bench {name} --quick"
-    names = [option.name for option in module.OPTIONS]
-    assert len(set(names)) == len(names)
 
 
 def test_a_result_is_printed_and_written(
@@ -77,9 +64,9 @@ def test_a_result_is_printed_and_written(
 
     publish(args, result, seconds=7)
 
-    found = json.loads((tmp_path / "run.json").read_text())
-    assert found["rows"] == rows and found["seconds"] == 7 and found["machine"]["cores"] > 0
-    assert found["command"] == "python -m bench some"
+    written = json.loads((tmp_path / "run.json").read_text())
+    assert written["rows"] == rows and written["seconds"] == 7
+    assert written["machine"]["cores"] > 0 and written["command"] == "python -m bench capacity"
     out = capsys.readouterr().out
     assert out.splitlines() == ["policy  ttft ms", "------  -------", "as            -", "below"]
 
@@ -103,21 +90,7 @@ def test_excerpts_can_be_read_and_are_described(name: str) -> None:
         assert all(READERS[name](row).answer for row in rows)
 
 
-def test_a_reserved_port_is_its_servers_and_nobody_elses() -> None:
-    with closing(ReservedPort()) as port, closing(ReservedPort()) as other:
-        assert port.number != other.number
-        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
-            stranger.bind(("127.0.0.1", port.number))
-        server = socket.create_server(("127.0.0.1", port.number))
-        with server, socket.create_connection(server.getsockname()):
-            pass
-
-
-SLEEPS = "-c 'print(1, flush=True); import time; time.sleep(60)'"
-NONE = gpu.Step("none", SLEEPS, "", 3)
-
-
-def test_steps_are_benchmarks_and_tests() -> None:
+def test_steps_on_a_gpu_are_benchmarks_and_tests() -> None:
     for step in gpu.STEPS:
         for _, kind, *rest in filter(None, (step.command.split(), step.quick.split())):
             paths = [ROOT / word for word in rest if word.startswith("tests/")]
@@ -125,51 +98,40 @@ def test_steps_are_benchmarks_and_tests() -> None:
             assert known and all(path.exists() for path in paths)
 
 
-@pytest.mark.parametrize(
-    ("changed", "quick", "minutes", "reason"),
-    [
-        ({}, False, 5, ""),
-        ({}, False, 2, "no time left"),
-        ({}, True, 5, "not with --quick"),
-        ({"needs": "no_such_package"}, False, 5, "no no_such_package"),
-    ],
-)
-def test_why_a_step_is_left_out(
-    changed: dict[str, str], quick: bool, minutes: float, reason: str
-) -> None:
-    assert NONE._replace(**changed).why_not(quick, minutes) == reason
-
-
-def test_a_step_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    row = gpu.take(NONE._replace(least=0), False, time.monotonic() + 2, tmp_path)
-    assert row["state"] == "out of time" and row["told"] == "1\n"
-
-
-def test_what_fails_is_told_and_what_was_done_stays(
+def test_a_step_that_fails_is_reported_and_the_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = f'-c \'open("{tmp_path}/out/good.json", "w").write("{{}}")\''
-    steps = gpu.Step("bad", "", "-m bench nothing", 0), gpu.Step("good", "", good, 0)
+    steps = (
+        gpu.Step("bad", "", "-m bench nothing", 0),
+        gpu.Step("long", good, "", 0),
+        gpu.Step("absent", "", good, 0, "no_such_package"),
+        gpu.Step("good", "", good, 0),
+    )
     monkeypatch.setattr(gpu, "STEPS", steps)
     args = parse("gpu", "", gpu.OPTIONS, ["--quick", f"--out={tmp_path / 'out'}"])
     with pytest.raises(BenchFailed, match="bad has failed"):
         gpu.run(args)
-    told = json.loads((tmp_path / "out" / "summary.json").read_text())["steps"]
-    assert [row["state"] for row in told] == ["failed", "done"]
+    rows = json.loads((tmp_path / "out" / "summary.json").read_text())["steps"]
+    states = ["failed", "not with --quick", "no no_such_package", "done"]
+    assert [row["state"] for row in rows] == states
     assert (tmp_path / "out" / "good.json").exists()
+
+
+def test_a_step_ends_with_the_time(tmp_path: Path) -> None:
+    sleeping = gpu.Step("it", "-c 'print(1, flush=True); import time; time.sleep(60)'", "", 3)
+    deadline = time.monotonic() + 2
+    assert gpu.take(sleeping, False, deadline, tmp_path)["state"] == "no time left"
+    row = gpu.take(sleeping._replace(least=0), False, deadline, tmp_path)
+    assert row["state"] == "out of time" and row["told"] == "1\n"
 
 
 MODEL = Model(4096, 1e4)
 
 
-def ask(*blocks: int, at: float = 0.0, size: int = 512) -> Ask:
+def ask(*blocks: int, size: int = 512) -> Ask:
     count = len(blocks) * size
-    return Ask(at, np.array(blocks), size, count, count)
-
-
-def store(kind: str = "exact", **options: Any) -> Store:
-    given = {"ssd_gb": 1.0, "min_free_gb": 0.0, "write_after": 1, "host_gb": 0.0} | options
-    return Store(ImpressConfig(**given), MODEL, KINDS[kind])
+    return Ask(0.0, np.array(blocks), size, count, count)
 
 
 def test_shares_of_bytes_are_those_of_files() -> None:
@@ -182,30 +144,42 @@ def test_shares_of_bytes_are_those_of_files() -> None:
     assert share == pytest.approx(KINDS["6 bits alone"].file, abs=0.01)
 
 
-def test_a_stored_prompt_is_loaded_and_written_once() -> None:
-    row = replay([ask(1, 2, 3), ask(1, 2, 3), ask(1, 2, 4)], replayed := store(), MODEL)
-    assert row["loaded"] == pytest.approx(100 * 5 / 9, abs=0.1) and row["crowded"] == 0
-    assert row["written"] == pytest.approx(4096 * 4 / 9, rel=0.02)
-    check_tree(replayed.tree)
+@pytest.mark.parametrize(
+    ("sizes", "prompts", "loaded", "crowded", "written"),
+    [
+        # All fits, and is stored once.
+        ((1.0, 0.0), [(1, 2, 3), (1, 2, 3), (1, 2, 4)], 55.6, 0, 4 / 9),
+        # Nor does what was evicted keep its places in the cache.
+        ((0.005, 0.01), [(1, 2), (3, 4), (1, 2), (1, 2)], 25.0, 2, 3 / 4),
+    ],
+    ids=["room for all", "room for one"],
+)
+def test_a_store_replays_prompts(
+    sizes: tuple[float, float],
+    prompts: list[tuple[int, ...]],
+    loaded: float,
+    crowded: int,
+    written: float,
+) -> None:
+    ssd_gb, host_gb = sizes
+    config = ImpressConfig(ssd_gb=ssd_gb, host_gb=host_gb, min_free_gb=0.0, write_after=1)
+    store = Store(config, MODEL, KINDS["exact"])
+    row = replay([ask(*blocks) for blocks in prompts], store, MODEL)
+    assert (row["loaded"], row["crowded"]) == (loaded, crowded)
+    assert row["written"] == pytest.approx(4096 * written, rel=0.02)
+    check_tree(store.tree)
 
 
-def test_what_does_not_fit_leaves_and_takes_its_places_in_the_cache_along() -> None:
-    replayed = store(ssd_gb=0.005, host_gb=0.01)
-    row = replay([ask(1, 2), ask(3, 4), ask(1, 2), ask(1, 2)], replayed, MODEL)
-    assert row["loaded"] == 25.0 and row["crowded"] == 2
-    check_tree(replayed.tree)
-
-
-@pytest.mark.parametrize(("room", "found"), [(1, 64), (2, 128), (math.inf, 128)])
-def test_no_choice_finds_more_than_the_bound(room: float, found: int) -> None:
+@pytest.mark.parametrize(("room", "most"), [(1, 64), (2, 128), (math.inf, 128)])
+def test_no_choice_finds_more_than_the_bound(room: float, most: int) -> None:
     asks = [ask(1, size=64), ask(2, size=64), ask(3, size=64), ask(2, size=64), ask(1, size=64)]
-    assert bound(asks, room) == found
-    assert lru(asks, room)[0] <= found
+    assert bound(asks, room) == most
+    assert lru(asks, room)[0] <= most
 
 
-def test_all_kinds_and_rooms_have_a_row() -> None:
-    given = ["--quick", "--kinds=exact,basis alone", "--tb=0.01,1"]
-    rows = capacity.run(parse("capacity", "", capacity.OPTIONS, given)).figures["rows"]
+def test_all_kinds_and_sizes_have_a_row() -> None:
+    args = read("--quick", "--kinds=exact,basis alone", "--tb=0.01,1")
+    rows = capacity.run(args).figures["rows"]
     assert [(row["kind"], row["tb"]) for row in rows] == [
         (kind, tb) for kind in ("exact", "basis alone") for tb in (0.01, 1.0)
     ]

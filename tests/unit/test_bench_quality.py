@@ -6,11 +6,11 @@ import argparse
 import contextlib
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from bench.core.report import Row, Table
@@ -29,21 +29,10 @@ from bench.quality.blend import divergence, score
 from bench.quality.precision import Reader, Rule
 from bench.quality.tasks import Item, Task, make_task
 from impress_sglang.cli.calibrate import Prompts, calibrated
-from impress_sglang.codes.rows.basis import Basis
 from tests.serving.tiny_models import make_model, random_tokens
 
-OPTIONS = {"prefixes": 2, "examples": 8}
 EXACT, QUARTER, FIVE = Way("paper"), Way("paper", 0.25), Way("a@5", 1.0, 5.0)
 EXCERPTED = ("piqa", "copa", "openbookqa", "squad", "completion", "signature")
-
-
-def tokenize(text: str) -> list[int]:
-    """One token per character, so that token ids can be read."""
-    return [ord(character) for character in text]
-
-
-def text_of(ids: list[int]) -> str:
-    return "".join(map(chr, ids))
 
 
 def report(**changed: Any) -> Row:
@@ -58,22 +47,24 @@ def report(**changed: Any) -> Row:
     }
 
 
-def measured(way: Way, logliks: list[list[float]], name: str = "rte") -> Measured:
-    task = Task(name, [list(range(100))], [Item(0, [1], ([2], [3]), (4, 8), 0)] * len(logliks))
+def measured(way: Way, logliks: list[list[float]]) -> Measured:
+    task = Task("rte", [list(range(100))], [Item(0, [1], ([2], [3]), (4, 8), 0)] * len(logliks))
     return Measured(way, task, logliks, [40.0] * len(logliks))
 
 
-def task_of(name: str, **changed: Any) -> Task:
-    args = argparse.Namespace(**{**OPTIONS, "data": None, "seed": 3, **changed})
-    return make_task(name, tokenize, args)
+def task_of(name: str, seed: int = 3) -> Task:
+    args = argparse.Namespace(prefixes=2, examples=8, data=None, seed=seed)
+    return make_task(name, lambda text: list(map(ord, text)), args)
 
 
 @pytest.mark.parametrize("name", EXCERPTED)
 def test_tasks_have_questions_that_no_prefix_shows(name: str) -> None:
     task = task_of(name)
     assert len(task.items) == 8 and len(task.prefixes) >= 2
+    prefixes = ["".join(map(chr, prefix)) for prefix in task.prefixes]
     for item in task.items:
-        assert all(text_of(item.question) not in text_of(prefix) for prefix in task.prefixes)
+        question = "".join(map(chr, item.question))
+        assert all(question not in prefix for prefix in prefixes)
         assert 0 <= item.gold < len(item.options)
     assert [item.prefix for item in task.items] == sorted(item.prefix for item in task.items)
     assert task_of(name) == task != task_of(name, seed=4)
@@ -88,22 +79,16 @@ def test_an_options_loglik_is_that_of_its_own_tokens() -> None:
         option_loglik({"input_token_logprobs": [None, (float("-inf"), 8)]}, [8])
 
 
-class Server:
-    """Answers with these reports."""
-
-    def __init__(self, *reports: Row) -> None:
-        self.reports = iter(reports)
-
-    def generate(self, tokens: list[int], **_: Any) -> Row:
-        logprobs = [None, (-1.0, tokens[-1])]
-        return {"meta_info": {"input_token_logprobs": logprobs, "impress": next(self.reports)}}
-
-
 def test_bytes_are_those_of_requests_that_read() -> None:
-    task = measured(FIVE, [[]]).task
-    server: Any = Server(report(ssd_bytes=4000), report(path="device", ssd_bytes=100))
-    found = ask_all(server, task, FIVE)
-    assert (found.logliks, found.read) == ([[-1.0, -1.0]], [40.0])
+    reports = iter([report(ssd_bytes=4000), report(path="device", ssd_bytes=100)])
+
+    def generate(tokens: list[int], **_: Any) -> Row:
+        logprobs = [None, (-1.0, tokens[-1])]
+        return {"meta_info": {"input_token_logprobs": logprobs, "impress": next(reports)}}
+
+    server: Any = SimpleNamespace(generate=generate)
+    answers = ask_all(server, measured(FIVE, [[]]).task, FIVE)
+    assert (answers.logliks, answers.read) == ([[-1.0, -1.0]], [40.0])
 
 
 @pytest.mark.parametrize(
@@ -128,30 +113,22 @@ def test_an_answer_must_have_come_as_asked(way: Way, said: Row, right: bool) -> 
         check_path(report(**said), 100, way)
 
 
-def rows_of() -> list[Row]:
-    reference = Way(REFERENCE)
-    exact = [[-1.0, -2.0]] * 8
-    found = [
-        measured(reference, exact),
-        measured(QUARTER, [[-1.0, -2.0]] * 6 + [[-3.0, -1.0]] * 2),
-    ]
-    return make_rows(found, kv_bytes=100, seed=1)
-
-
 def test_rows_compare_with_the_reference() -> None:
-    _, row = rows_of()
+    exact, other = [[-1.0, -2.0]] * 8, [[-1.0, -2.0]] * 6 + [[-3.0, -1.0]] * 2
+    answers = [measured(Way(REFERENCE), exact), measured(QUARTER, other)]
+    _, row = rows = make_rows(answers, kv_bytes=100, seed=1)
     assert (row["accuracy"], row["agreement"], row["difference_points"]) == (0.75, 0.75, -25.0)
     low, high = row["agreement_interval"]
     assert low < 0.75 < high <= 1.0
     assert row["read"] == 0.4 and row["shift_nats"] == pytest.approx(0.375)
-    assert "-25.0 [-62.5, 0.0]" in " ".join(str(Table(rows_of(), COLUMNS)).split())
+    assert "-25.0 [-62.5, 0.0]" in " ".join(str(Table(rows, COLUMNS)).split())
 
 
 def test_the_divergence_is_that_of_named_tokens_and_the_rest() -> None:
     exact = {1: math.log(0.5), 2: math.log(0.25), 3: math.log(0.05)}
-    found = {1: math.log(0.4), 2: math.log(0.4), 9: math.log(0.1)}
+    other = {1: math.log(0.4), 2: math.log(0.4), 9: math.log(0.1)}
     by_hand = 0.5 * math.log(0.5 / 0.4) + 0.25 * math.log(0.25 / 0.4) + 0.25 * math.log(0.25 / 0.2)
-    assert divergence(exact, found) == pytest.approx(by_hand)
+    assert divergence(exact, other) == pytest.approx(by_hand)
     assert divergence(exact, exact) == pytest.approx(0.0, abs=1e-9)
 
 
@@ -169,43 +146,23 @@ def test_answers_are_compared_by_their_words(text: str, f1: float, right: bool) 
     assert score(text, ["Exeter College", "b"]) == (pytest.approx(f1), right)
 
 
-RULES = ("coded 5", "coded 6", "basis 4")
-PREFIX, TEXT = random_tokens(200, seed=1), random_tokens(30, seed=2)
-
-
-@pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
-    folder = Path(tmp_path_factory.mktemp("model"))
-    with torch.no_grad():
-        return Reader(make_model("llama", folder), {4.0: fitted_to(folder)})
-
-
-def fitted_to(folder: Path) -> Basis:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+@torch.no_grad()
+def test_a_model_reads_on_behind_exact_and_rounded_kvs(tmp_path: Path) -> None:
+    make_model("llama", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     texts = {str(seed): random_tokens(400, seed=seed) for seed in range(30, 34)}
     with torch.enable_grad():
-        return calibrated(Prompts(model), texts)[0][0]
+        ((basis,),) = calibrated(Prompts(model), texts)
+    reader = Reader(tmp_path, {4.0: basis})
+    prefix, text = random_tokens(200, seed=1), random_tokens(30, seed=2)
+    kvs, energies = reader.prefix(prefix)
+    exact = reader.follow(kvs, text)
+    whole = reader.model(torch.tensor([[*prefix, *text]])).logits[0, len(prefix) :]
+    torch.testing.assert_close(exact, whole.log_softmax(-1), rtol=0, atol=1e-3)
 
+    def loss(rule: str) -> float:
+        rounded = reader.follow(reader.rounded(Rule.parse(rule), kvs, energies), text)
+        return float((exact.exp() * (exact - rounded)).sum(-1).mean())
 
-def distance(reader: Reader, rule: str) -> float:
-    with torch.no_grad():
-        kvs = reader.rounded(Rule.parse(rule), *reader.prefix(PREFIX))
-        found = reader.follow(kvs, TEXT)
-    exact = exactly(reader)
-    return float((exact.exp() * (exact - found)).sum(-1).mean())
-
-
-def exactly(reader: Reader) -> Tensor:
-    with torch.no_grad():
-        return reader.follow(reader.prefix(PREFIX)[0], TEXT)
-
-
-def test_behind_exact_kvs_it_reads_as_in_one_pass(reader: Reader) -> None:
-    with torch.no_grad():
-        whole = reader.model(torch.tensor([[*PREFIX, *TEXT]])).logits[0, len(PREFIX) :]
-    torch.testing.assert_close(exactly(reader), whole.log_softmax(-1), rtol=0, atol=1e-3)
-
-
-def test_more_bits_are_nearer(reader: Reader) -> None:
-    found = {rule: distance(reader, rule) for rule in RULES}
-    assert 0 <= found["coded 6"] < found["coded 5"] and 0 < found["basis 4"] < found["coded 5"] * 9
+    assert 0 <= loss("coded 6") < loss("coded 5")
+    assert 0 < loss("basis 4") < loss("coded 5") * 9

@@ -7,59 +7,43 @@ import dataclasses
 import itertools
 import json
 import re
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from bench.core.data import Question
 from bench.core.report import Table
-from bench.core.servers import Piece, Stream, gaps_of
+from bench.core.servers import Piece, Stream
 from bench.core.session import BenchFailed
 from bench.policies import serving
 from bench.policies.serving import counted
 from bench.policies.trace import MAX_QUESTION_TOKENS, Trace, make_trace
 from bench.traffic import systems, trace
-from bench.traffic.sessions import MOONCAKE_BLOCK, Scale, Session, read_sessions
+from bench.traffic.sessions import Scale, Session, read_sessions
 from impress_sglang.config import POLICIES as ALL_POLICIES
 from impress_sglang.config import ImpressConfig
 from impress_sglang.serving.report import RequestTotals
 
-TOTALS = dict(RequestTotals())
 
-OPTIONS = {
-    "prefixes": 6,
-    "prefix_tokens": 300,
-    "warmup": 5,
-    "settle": 2,
-    "requests": 20,
-    "sigma": 1.5,
-    "seed": 3,
-}
+def make(seed: int = 3) -> Trace:
+    numbers: dict[str, int] = {}
 
+    def tokenize(text: str) -> list[int]:
+        return [numbers.setdefault(word, len(numbers)) for word in re.findall(r"\w+|\W", text)]
 
-class Words:
-    def __init__(self) -> None:
-        self._ids: dict[str, int] = {}
-
-    def __call__(self, text: str) -> list[int]:
-        words = re.findall(r"\w+|\W", text)
-        return [self._ids.setdefault(word, len(self._ids)) for word in words]
-
-
-def examples(count: int, name: str = "a") -> list[Question]:
-    return [Question(f"What is {name} {i}?", (f"it is {i}",), 0) for i in range(count)]
-
-
-def trace_of(**options: Any) -> Trace:
-    return make_trace({"made": examples(400)}, Words(), argparse.Namespace(**(OPTIONS | options)))
+    questions = [Question(f"What is a {i}?", (f"it is {i}",), 0) for i in range(400)]
+    sizes = {"prefixes": 6, "prefix_tokens": 300, "sigma": 1.5}
+    counts = {"warmup": 5, "settle": 2, "requests": 20}
+    args = argparse.Namespace(**sizes, **counts, seed=seed)
+    return make_trace({"made": questions}, tokenize, args)
 
 
 def test_a_request_is_a_prefix_and_a_question_that_no_prefix_shows() -> None:
-    trace = trace_of()
-    assert trace == trace_of() and trace.prefixes != trace_of(seed=4).prefixes
+    trace = make()
+    assert trace == make() and trace.prefixes != make(seed=4).prefixes
     asked = set()
     for request in (*trace.warmup, *trace.settle, *trace.measured):
         (prefix,) = (prefix for prefix in trace.prefixes if request[: len(prefix)] == prefix)
@@ -74,32 +58,31 @@ def test_a_request_is_a_prefix_and_a_question_that_no_prefix_shows() -> None:
 @pytest.mark.parametrize("name", [*serving.POLICIES, "impress+lru", "impress+lfu"])
 def test_flags_of_a_policy_are_options_of_the_server(name: str) -> None:
     flags = serving.policy_flags(name, Path("kv"), 0.25, (70, 104))
-    given = dict(flag.removeprefix("--impress-").split("=") for flag in flags[1:])
-    fields = {field.name: field.default for field in dataclasses.fields(ImpressConfig)}
-    assert {key.replace("-", "_") for key in given} <= set(fields)
-    assert given["policy"] in ALL_POLICIES
+    options = dict(flag.removeprefix("--impress-").split("=") for flag in flags[1:])
+    fields = {field.name for field in dataclasses.fields(ImpressConfig)}
+    assert {key.replace("-", "_") for key in options} <= fields
+    assert options["policy"] in ALL_POLICIES
     if name != "recompute":
-        assert given["retention"] == ("1.0" if name == "as" or name[0] == "i" else "0.25")
-        assert float(given["device-gb"]) == 0.07 and given["load"] == "always"
+        assert options["retention"] == ("1.0" if name == "as" or name[0] == "i" else "0.25")
+        assert float(options["device-gb"]) == 0.07 and options["load"] == "always"
     kinds = {"pap": "paper", "imp": "codes"}
     assert serving.store_kind(name) == kinds.get(name[:3], "exact")
 
 
 def stats(**totals: float) -> dict[str, Any]:
-    return {"totals": {**TOTALS, **totals}}
+    return {"totals": RequestTotals() | totals}
 
 
 def test_a_row_has_what_was_counted_in_between() -> None:
     before = stats(requests=3, ssd_bytes=100)
-    after = stats(
-        requests=5, requests_ssd=1, ssd_bytes=400, ssd_needed_bytes=200, wait_ms=30, device_chunks=3
-    )
-    after["totals"]["chunks_accessed"] = 4
+    loads = {"requests_ssd": 1, "ssd_bytes": 400, "device_chunks": 3, "chunks_accessed": 4}
+    after = stats(requests=5, wait_ms=30, **loads)
     row = serving.make_row("as", [100.0, 200.0], counted(before, after, 2))
     assert (row["ttft_ms_mean"], row["io_share"], row["ssd_bytes"]) == (150.0, 0.1, 300)
-    assert row["device_hit_ratio"] == 0.75
-    assert row["important_device_hit_ratio"] is None
+    assert (row["device_hit_ratio"], row["important_device_hit_ratio"]) == (0.75, None)
     assert (row["requests"], row["requests_ssd"]) == (2, 1)
+    with pytest.raises(BenchFailed, match="counted 2 requests, not 3"):
+        counted(before, after, 3)
     fast = {**row, "policy": "impress", "ttft_ms_mean": 50.0}
     serving.add_speedups([row, fast])
     assert (row["speedup_over_best_baseline"], fast["speedup_over_best_baseline"]) == (1.0, 3.0)
@@ -109,25 +92,15 @@ def test_a_row_has_what_was_counted_in_between() -> None:
 TEXT = list(range(1000, 6000))
 
 
-def agents(folder: Path, *requests: dict[str, Any]) -> list[Session]:
-    folder.mkdir(exist_ok=True)
-    told = {"block_size": 64, "requests": list(requests)}
-    (folder / f"{len(list(folder.iterdir()))}.json").write_text(json.dumps(told))
+def agents(folder: Path, *sessions: Sequence[dict[str, Any]]) -> list[Session]:
+    for number, requests in enumerate(sessions):
+        session = {"block_size": 64, "requests": requests}
+        (folder / f"{number}.json").write_text(json.dumps(session))
     return read_sessions(folder)
 
 
-def chats(path: Path, *requests: tuple[int, list[int]]) -> list[Session]:
-    lines = [
-        {"timestamp": at, "input_length": 512 * len(blocks) - 12, "output_length": 9}
-        | {"hash_ids": blocks}
-        for at, blocks in requests
-    ]
-    path.write_text("\n".join(map(json.dumps, lines)))
-    return read_sessions(path)
-
-
-def scale(**more: Any) -> Scale:
-    return Scale(TEXT, **{"divide": 16, "hurry": 10.0, "longest": 3.0, "seed": 1, **more})
+def scale(hurry: float = 10.0, seed: int = 1) -> Scale:
+    return Scale(TEXT, divide=16, hurry=hurry, longest=3.0, seed=seed)
 
 
 FIRST = {"t": 0.0, "in": 200, "out": 100, "hash_ids": [1, 2, 3]}
@@ -135,30 +108,33 @@ SECOND = {"t": 20.0, "in": 330, "out": 8, "hash_ids": [1, 2, 3, 4, 5], "api_time
 
 
 def test_blocks_of_agents_are_those_of_their_session(tmp_path: Path) -> None:
-    agents(tmp_path / "a", FIRST, {"t": 1.0, "type": "no request"}, SECOND)
-    one, other = agents(tmp_path / "a", FIRST)
-    assert [turn.think_seconds for turn in one] == [0.0, 16.0]
-    assert one[1].blocks[:3] == one[0].blocks and not {*one[0].blocks} & {*other[0].blocks}
-    assert scale().working_set([one, other]) == (5 + 3) * 4
+    other = {"t": 1.0, "type": "no request"}
+    session, another = agents(tmp_path, [FIRST, other, SECOND], [FIRST])
+    first, second = session
+    assert (first.think_seconds, second.think_seconds) == (0.0, 16.0)
+    assert second.blocks[:3] == first.blocks and not {*first.blocks} & {*another[0].blocks}
+    assert scale().working_set([session, another]) == (5 + 3) * 4
 
 
 def test_a_chat_goes_on_from_the_request_that_it_begins_with(tmp_path: Path) -> None:
-    sessions = chats(
-        tmp_path / "chats",
-        (0, [0, 1, 2]),
-        (500, [0, 7, 8]),
-        (2500, [0, 1, 3, 4]),
-        (4000, [0, 1, 3, 5, 6]),
-        (5000, [0, 9]),
-    )
+    path = tmp_path / "chats.jsonl"
+    chats = [0, 1, 2], [0, 7, 8], [0, 1, 3, 4], [0, 1, 3, 5, 6], [0, 9]
+    times = 0, 500, 2500, 4000, 5000
+    requests = [
+        {"timestamp": at, "input_length": 512 * len(blocks) - 12, "output_length": 9}
+        | {"hash_ids": blocks}
+        for at, blocks in zip(times, chats, strict=True)
+    ]
+    path.write_text("\n".join(map(json.dumps, requests)))
+    sessions = read_sessions(path)
     assert [[turn.at for turn in turns] for turns in sessions] == [[0.0, 2.5, 4.0], [0.5], [5.0]]
     assert [turn.think_seconds for turn in sessions[0]] == [0.0, 2.5, 1.5]
-    assert sessions[0][0].block_tokens == MOONCAKE_BLOCK
     assert len(scale().ask(sessions[0][0]).tokens) == (3 * 512 - 12) // 16
 
 
 def test_equal_blocks_are_equal_text_and_the_end_is_new(tmp_path: Path) -> None:
-    (session,) = agents(tmp_path / "a", FIRST, SECOND, {**SECOND, "in": 331, "think_time": 90.0})
+    third = {**SECOND, "in": 331, "think_time": 90.0}
+    (session,) = agents(tmp_path, [FIRST, SECOND, third])
     first, second, third = (scale().ask(turn) for turn in session)
     assert [len(ask.tokens) for ask in (first, second, third)] == [13, 21, 21]
     assert list(second.tokens[:12]) == list(first.tokens[:12])
@@ -175,53 +151,33 @@ class Server:
     """Caches all but the last ten tokens; one answer takes two pieces."""
 
     def __init__(self) -> None:
-        self.made: list[int] = []
+        self.lengths: list[int] = []
 
     def stream(self, tokens: list[int], new_tokens: int) -> Iterator[Piece]:
-        self.made.append(len(tokens))
+        self.lengths.append(len(tokens))
         now = trace.time.perf_counter()
         yield Piece(now + 0.5, 1, {})
         yield Piece(now + 0.75, new_tokens, {"cached_tokens": len(tokens) - 10})
 
 
 def test_a_session_is_asked_in_its_order(tmp_path: Path) -> None:
-    session = agents(tmp_path / "a", FIRST, SECOND)[0]
     server: Any = Server()
-    row = trace.replay(server, [session], scale(hurry=1e6), 1)
-    assert server.made == [13, 21]
+    row = trace.replay(server, agents(tmp_path, [FIRST, SECOND]), scale(hurry=1e6), 1)
+    assert server.lengths == [13, 21]
     assert row["ttft_p50"] == pytest.approx(500, abs=20) and row["gap_max"] == 250.0
     assert row["cached"] == round(14 / 34, 4)
 
 
-CAME = [Piece(*piece, {}) for piece in ((1.0, 1), (1.5, 2), (3.0, 3), (3.25, 5))]
-
-
-def test_gaps_of_a_stream() -> None:
-    assert gaps_of(CAME) == [0.5, 1.5, 0.25]
-
-
-class Streaming:
-    """Streams pieces, the last ones when told, or fails in their place."""
-
-    def __init__(self, error: BenchFailed | None = None) -> None:
-        self.go_on = threading.Event()
-        self.error = error
-
-    def stream(self, *_: Any) -> Iterator[Piece]:
-        yield from CAME[:2]
-        assert self.go_on.wait(10)
-        if self.error:
-            raise self.error
-        yield from CAME[2:]
-
-
 def test_a_stream_that_fails_says_so_to_who_waits() -> None:
-    server: Any = Streaming(BenchFailed("broken"))
-    stream = Stream(server, [1], 5)
-    server.go_on.set()
-    stream.wait(5)
+    def stream() -> Iterator[Piece]:
+        yield Piece(1.0, 1, {})
+        raise BenchFailed("broken")
+
+    server: Any = SimpleNamespace(stream=stream)
+    answer = Stream(server)
+    answer.wait(5)
     with pytest.raises(BenchFailed, match="broken"):
-        stream.join()
+        answer.join()
 
 
 def test_systems_are_compared_request_by_request() -> None:
