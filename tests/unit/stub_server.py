@@ -1,4 +1,4 @@
-"""A server that notes what it is asked and answers what a test says."""
+"""A server that records what it is asked and answers what a test says."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from typing import Any, Self
 
 
 class StubServer(ThreadingHTTPServer):
-    """What it was asked: method, path, body and authorization."""
+    """Gives one answer to everything, unless `reply` is overridden."""
+
+    status, answer = 200, b""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.asked: list[tuple[str, str, Any, str | None]] = []
+        """Method, path, body and authorization of each request."""
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def reply(self, path: str, body: Any) -> tuple[int, bytes]:
-        """Status and answer."""
-        raise NotImplementedError
+        return self.status, self.answer
 
     @contextmanager
     def serving(self) -> Iterator[Self]:

@@ -36,8 +36,7 @@ from tests.unit.stub_server import StubServer
 
 NONE, TENANT = namespace_text(None, None), namespace_text("tenant", None)
 CONVERSATION = prompt(1, 128)
-STORES = (IDENTITY, OTHER_IDENTITY)
-Said = pytest.CaptureFixture[str]
+Output = pytest.CaptureFixture[str]
 STATS = {
     "identity": "abc",
     "suspended": None,
@@ -47,103 +46,88 @@ STATS = {
 }
 
 
-class Stub(StubServer):
-    """Has one answer to everything."""
-
-    status, answer = 200, json.dumps(STATS).encode()
-
-    def reply(self, path: str, body: Any) -> tuple[int, bytes]:
-        return self.status, self.answer
-
-
 @pytest.fixture
-def stub() -> Iterator[Stub]:
-    with Stub().serving() as stub:
+def stub() -> Iterator[StubServer]:
+    with StubServer().serving() as stub:
         yield stub
 
 
 @pytest.fixture
-def left(bench: Workbench) -> Path:
-    store = bench.open()
-    bench.put(store, prompt(1))
-    bench.put(store, prompt(1, 20), namespace="salt")
-    use(store, prompt(1))
+def left(bench: Workbench) -> Workbench:
+    """What servers of two models have left."""
+    store = three_prefixes(bench)
+    use(store, prompt(1, 13))
     bench.close(store)
     other = bench.open(OTHER_IDENTITY)
     bench.put(other, prompt(2))
     bench.close(other)
-    return bench.root
+    return bench
 
 
-def run(said: Said, *arguments: object) -> tuple[int, Any]:
+def run(output: Output, *arguments: object) -> tuple[int, Any]:
     """Exit status, and what was printed as JSON."""
     status = main([*map(str, arguments), "--json"])
-    return status, json.loads(said.readouterr().out)
+    return status, json.loads(output.readouterr().out)
 
 
-def test_what_is_in_a_directory(left: Path, capsys: Said) -> None:
-    status, stores = run(capsys, "stat", "--dir", left)
-    assert status == DONE and [store["store"] for store in stores] == sorted(STORES)
-    counts = ("segments", "tokens", "quarantined")
-    assert [[store[count] for count in counts] for store in stores] == [[2, 28, 0], [1, 8, 0]]
-    sizes = [path.stat().st_size for path in left.glob(f"{IDENTITY}/segments/*/*")]
-    assert stores[0]["bytes"] == sum(sizes)
+def test_what_is_in_a_directory(left: Workbench, capsys: Output) -> None:
+    status, stores = run(capsys, "stat", "--dir", left.root)
+    names = ("store", "segments", "tokens", "quarantined")
+    rows = [[store[name] for name in names] for store in stores]
+    assert status == DONE and rows == [[IDENTITY, 3, 48, 0], [OTHER_IDENTITY, 1, 8, 0]]
+    for store in stores:
+        files = left.root.glob(f"{store['store']}/segments/*/*")
+        assert store["bytes"] == sum(path.stat().st_size for path in files)
 
-    status, segments = run(capsys, "ls", "--dir", left)
-    assert status == DONE and [segment["tokens"] for segment in segments] == [8, 20, 8]
-    assert segments[0]["hits"] == 1 and len({segment["namespace"] for segment in segments[:2]}) == 2
+    status, segments = run(capsys, "ls", "--dir", left.root)
+    assert status == DONE
+    first, *_ = ours = [segment for segment in segments if segment["store"] == IDENTITY]
+    assert (first["tokens"], first["hits"]) == (13, 2)
+    assert sorted(segment["tokens"] for segment in segments) == [8, 8, 13, 27]
+    assert len({segment["namespace"] for segment in ours}) == 2
     assert "salt" not in json.dumps(segments)
 
 
-def test_damage_is_found_and_left_alone(left: Path, capsys: Said) -> None:
-    assert run(capsys, "verify", "--dir", left) == (DONE, [])
-    (path, cut, _) = sorted(left.glob("*/segments/*/*"))
+def test_damage_is_found_and_left_alone(left: Workbench, capsys: Output) -> None:
+    assert run(capsys, "verify", "--dir", left.root) == (DONE, [])
+    path, cut, *_ = sorted(left.root.glob("*/segments/*/*"))
     flip_byte(path, path.stat().st_size - 4096)
     cut.write_bytes(cut.read_bytes()[:100])
 
-    status, found = run(capsys, "verify", "--dir", left)
+    status, damaged = run(capsys, "verify", "--dir", left.root)
 
-    assert status == DAMAGED and {segment["segment"] for segment in found} == {path.stem, cut.stem}
-    assert any("fails its checksum" in segment["error"] for segment in found)
+    assert status == DAMAGED
+    assert {segment["segment"] for segment in damaged} == {path.stem, cut.stem}
+    assert any("fails its checksum" in segment["error"] for segment in damaged)
     assert path.exists() and cut.exists()
 
 
-def test_a_directory_is_cleared(left: Path, capsys: Said) -> None:
+def test_a_directory_is_cleared(left: Workbench, capsys: Output) -> None:
     with pytest.raises(SystemExit) as refused:
-        main(["clear", "--dir", str(left)])
-    assert refused.value.code == REFUSED and len(list(left.iterdir())) == 2
+        main(["clear", "--dir", str(left.root)])
+    assert refused.value.code == REFUSED and len(list(left.root.iterdir())) == 2
     capsys.readouterr()
-    status, removed = run(capsys, "clear", "--dir", left, "--yes")
-    assert status == DONE and sum(store["segments"] for store in removed) == 3
-    assert list(left.iterdir()) == []
-    assert main(["stat", "--dir", str(left)]) == UNREACHABLE
+    status, stores = run(capsys, "clear", "--dir", left.root, "--yes")
+    assert status == DONE and sum(store["segments"] for store in stores) == 4
+    assert list(left.root.iterdir()) == []
+    assert main(["stat", "--dir", str(left.root)]) == UNREACHABLE
 
 
 @pytest.mark.parametrize(
-    "command",
-    [
-        ["stat"],
-        ["ls"],
-        ["verify"],
-        ["gc"],
-        ["clear", "--yes"],
-        ["purge", "--older-than=0"],
-    ],
+    "command", ["stat", "ls", "verify", "gc", "clear --yes", "purge --older-than=0"]
 )
-def test_nothing_is_touched_beside_a_server(
-    bench: Workbench, left: Path, capsys: Said, command: list[str]
-) -> None:
+def test_nothing_is_touched_beside_a_server(left: Workbench, capsys: Output, command: str) -> None:
     """Nor in the store that comes before the one that is used."""
-    bench.open(OTHER_IDENTITY)
-    (left / IDENTITY / "quarantine" / f"{'9' * 32}.kv").write_bytes(bytes(200))
-    before = sorted(left.rglob("*.kv*"))
-    assert main([*command, "--dir", str(left)]) == UNREACHABLE
-    said = capsys.readouterr().err
-    assert "serves a running server" in said and "--url" in said
-    assert sorted(left.rglob("*.kv*")) == before
+    left.open(OTHER_IDENTITY)
+    (left.root / IDENTITY / "quarantine" / f"{'9' * 32}.kv").write_bytes(bytes(200))
+    before = sorted(left.root.rglob("*.kv*"))
+    assert main([*command.split(), "--dir", str(left.root)]) == UNREACHABLE
+    message = capsys.readouterr().err
+    assert "serves a running server" in message and "--url" in message
+    assert sorted(left.root.rglob("*.kv*")) == before
 
 
-def test_what_is_no_store_is_not_made_one(tmp_path: Path, capsys: Said) -> None:
+def test_what_is_no_store_is_not_made_one(tmp_path: Path, capsys: Output) -> None:
     for path in (tmp_path, tmp_path / "missing"):
         assert main(["stat", "--dir", str(path)]) == UNREACHABLE
         assert "no store" in capsys.readouterr().err
@@ -152,46 +136,53 @@ def test_what_is_no_store_is_not_made_one(tmp_path: Path, capsys: Said) -> None:
     assert [*tmp_path.rglob("*")] == [tmp_path / IDENTITY]
 
 
-def test_a_server_says_how_it_is(stub: Stub, capsys: Said) -> None:
-    status, found = run(capsys, "stat", "--url", stub.url + "/", "--key", "secret")
-    assert status == DONE and found["state"] == "ok" and found["why"] == {"loaded": 4}
+def test_a_server_says_how_it_is(stub: StubServer, capsys: Output) -> None:
+    stub.answer = json.dumps(STATS).encode()
+    status, row = run(capsys, "stat", "--url", stub.url + "/", "--key", "secret")
+    assert status == DONE and row["state"] == "ok" and row["why"] == {"loaded": 4}
     assert stub.asked == [("GET", "/impress/stats", None, "Bearer secret")]
     assert main(["stat", "--url", stub.url]) == DONE
     assert "used_bytes: 12,345\n" in capsys.readouterr().out
 
 
+def test_a_damaged_server_says_so(stub: StubServer, capsys: Output) -> None:
+    stub.answer = b'{"integrity": "failed"}'
+    assert run(capsys, "verify", "--url", stub.url) == (DAMAGED, {"integrity": "failed"})
+
+
 @pytest.mark.parametrize(
-    ("arguments", "verb", "body"),
+    ("command", "verb", "body"),
     [
-        (["pin", "--text", "abc"], "pin", {"text": "abc"}),
-        (["unpin", "--ids", "1,2, 3"], "unpin", {"input_ids": [1, 2, 3]}),
-        (["warm", "--file", "-"], "warm", {"text": "of stdin"}),
-        (["purge", "--extra-key", "t"], "purge", {"extra_key": "t"}),
+        ("pin --text abc", "pin", {"text": "abc"}),
+        ("unpin --ids 1,2,3", "unpin", {"input_ids": [1, 2, 3]}),
+        ("warm --file -", "warm", {"text": "of stdin"}),
+        ("purge --extra-key t", "purge", {"extra_key": "t"}),
         (
-            ["purge", "--text", "a", "--cache-salt", "s", "--older-than", "60"],
+            "purge --text a --cache-salt s --older-than 60",
             "purge",
             {"text": "a", "cache_salt": "s", "older_than": 60.0},
         ),
-        (["purge", "--older-than", "60"], "purge", {"all": True, "older_than": 60.0}),
-        (["clear", "--yes"], "purge", {"all": True}),
+        ("purge --older-than 60", "purge", {"all": True, "older_than": 60.0}),
+        ("clear --yes", "purge", {"all": True}),
+        ("verify", "check", None),
     ],
 )
 def test_orders_reach_a_server(
-    stub: Stub,
-    capsys: Said,
+    stub: StubServer,
+    capsys: Output,
     monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
+    command: str,
     verb: str,
-    body: dict[str, Any],
+    body: dict[str, Any] | None,
 ) -> None:
-    stub.answer = b'{"tokens": 64}'
+    stub.answer = b'{"integrity": "ok"}'
     monkeypatch.setattr(sys, "stdin", io.StringIO("of stdin"))
-    assert run(capsys, *arguments, "--url", stub.url) == (DONE, {"tokens": 64})
+    assert run(capsys, *command.split(), "--url", stub.url) == (DONE, {"integrity": "ok"})
     assert stub.asked == [("POST", f"/impress/{verb}", body, None)]
 
 
 @pytest.mark.parametrize(
-    ("code", "answer", "status", "said"),
+    ("code", "answer", "status", "message"),
     [
         (400, b'{"error": "which prefix?"}', REFUSED, "which prefix?"),
         (401, b"", REFUSED, "--key"),
@@ -201,29 +192,21 @@ def test_orders_reach_a_server(
     ],
 )
 def test_what_a_server_refuses(
-    stub: Stub, capsys: Said, code: int, answer: bytes, status: int, said: str
+    stub: StubServer, capsys: Output, code: int, answer: bytes, status: int, message: str
 ) -> None:
     stub.status, stub.answer = code, answer
     assert main(["pin", "--text", "a", "--url", stub.url]) == status
     captured = capsys.readouterr()
-    assert said in captured.err and not captured.out
+    assert message in captured.err and not captured.out
 
 
-@pytest.mark.parametrize(("integrity", "status"), [("ok", DONE), ("failed", DAMAGED)])
-def test_a_server_is_checked(stub: Stub, capsys: Said, integrity: str, status: int) -> None:
-    stub.answer = json.dumps({"integrity": integrity}).encode()
-    found = run(capsys, "verify", "--url", stub.url, "--key", "k")
-    assert found == (status, {"integrity": integrity})
-    assert stub.asked == [("POST", "/impress/check", None, "Bearer k")]
-
-
-def test_exit_codes_are_in_the_help_and_in_the_documentation(capsys: Said) -> None:
+def test_exit_codes_are_in_the_help_and_in_the_documentation(capsys: Output) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
-    said = " ".join(capsys.readouterr().out.split())
+    text = " ".join(capsys.readouterr().out.split())
     page = (Path(__file__).parents[2] / "docs/operation.md").read_text()
     for code, meaning in EXIT_STATUS.items():
-        assert f"{code}: {meaning.replace('`', '')}" in said
+        assert f"{code}: {meaning.replace('`', '')}" in text
         assert f"| {code} | {meaning} |" in page
 
 
@@ -237,33 +220,28 @@ def test_asking_a_server_needs_no_torch() -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
-LLAMA = {
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "torch_dtype": "bfloat16",
-}
+def test_what_prefixes_take(tmp_path: Path, capsys: Output) -> None:
+    llama = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    llama_config = llama | {"hidden_size": 4096, "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(llama_config))
 
+    def plan(model: Path, option: str) -> dict[str, Any]:
+        sizes = ("--prefixes=100", "--tokens=4096", "--per-day=10")
+        status, row = run(capsys, "plan", f"--model={model}", *sizes, option)
+        assert status == DONE
+        return row
 
-def test_what_prefixes_take(tmp_path: Path, capsys: Said) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    asked = ["plan", "--prefixes=100", "--tokens=4096", "--per-day=10", "--json"]
-    assert main([*asked, f"--model={tmp_path}", "--bits=5"]) == DONE
-    few = json.loads(capsys.readouterr().out)
-    assert main([*asked, f"--model={tmp_path / 'config.json'}", "--bits=6"]) == DONE
-    many = json.loads(capsys.readouterr().out)
+    few, many = plan(tmp_path, "--bits=5"), plan(tmp_path / "config.json", "--bits=6")
     assert few["kv_bytes_per_token"] == 131_072
     # Ranges of keys and values come on top of their bits.
-    assert 5 / 16 < few["read_share"] < 6 / 16 and 6 / 16 < many["read_share"] < 7 / 16
-    assert few["ssd_gb"] == pytest.approx(0.1 * few["file_mb"], abs=0.1)
+    assert 5 / 16 < few["read_share"] < 6 / 16 < many["read_share"] < 7 / 16
     exact_mb = 4096 * 131_072 / 1e6
     assert few["file_mb"] == pytest.approx(exact_mb * few["read_share"], rel=2e-3)
-    assert main([*asked, f"--model={tmp_path}", "--keep=both"]) == DONE
-    both = json.loads(capsys.readouterr().out)["file_mb"]
-    assert both == pytest.approx(exact_mb + many["file_mb"], rel=1e-3)
+    assert few["ssd_gb"] == pytest.approx(0.1 * few["file_mb"], abs=0.1)
     assert few["read_exact_ms"] == pytest.approx(exact_mb / 3, rel=1e-3)
     assert few["written_gb_per_day"] == pytest.approx(0.01 * few["file_mb"], abs=0.1)
+    both = plan(tmp_path, "--keep=both")
+    assert both["file_mb"] == pytest.approx(exact_mb + many["file_mb"], rel=1e-3)
 
 
 @pytest.fixture
@@ -281,33 +259,34 @@ def tenants(bench: Workbench) -> Workbench:
     return bench
 
 
-def order(said: Said, bench: Workbench, *arguments: object) -> dict[str, Any]:
-    status, rows = run(said, *arguments, "--dir", bench.root)
+def order(output: Output, bench: Workbench, *arguments: object) -> dict[str, Any]:
+    """What was done, by store."""
+    status, rows = run(output, *arguments, "--dir", bench.root)
     assert status == DONE
     return {row.pop("store"): row for row in rows}
 
 
-def test_purging_without_a_server(tenants: Workbench, capsys: Said) -> None:
-    def purged(*options: object) -> tuple[int, int]:
-        done = order(capsys, tenants, "purge", *options)
-        return tuple(done.get(name, {"segments": -1})["segments"] for name in STORES)  # type: ignore[return-value]
+def test_purging_without_a_server(tenants: Workbench, capsys: Output) -> None:
+    def purged(*options: object) -> dict[str, int]:
+        rows = order(capsys, tenants, "purge", *options)
+        return {name: row["segments"] for name, row in rows.items()}
 
     ids = ",".join(map(str, CONVERSATION[:70]))
-    assert purged("--ids", ids, "--extra-key", "nobody") == (0, 0)
-    assert purged("--older-than", 3600) == (0, 0)
-    assert purged("--ids", ids) == (2, 1)
+    assert not any(purged("--ids", ids, "--extra-key", "nobody").values())
+    assert not any(purged("--older-than", 3600).values())
+    assert purged("--ids", ids) == {IDENTITY: 2, OTHER_IDENTITY: 1}
     assert len(tenants.files()) == 3
     _, rows = run(capsys, "ls", "--dir", tenants.root)
-    (above,) = (row["segment"] for row in rows if row["from_token"])
-    assert purged("--segment", above) == (1, -1)
-    assert purged("--extra-key", "tenant") == (1, 0)
+    (last,) = (row["segment"] for row in rows if row["from_token"])
+    assert purged("--segment", last) == {IDENTITY: 1}
+    assert purged("--extra-key", "tenant")[IDENTITY] == 1
     store = tenants.reopen(tenants.open())
     assert length(store, prompt(9, 64), namespace=NONE) == 64 and len(store.tree) == 1
     tenants.close(store)
-    assert purged("--older-than", 0) == (1, 0) and not tenants.files()
+    assert purged("--older-than", 0)[IDENTITY] == 1 and not tenants.files()
 
 
-def test_pins_without_a_server_hold_in_one(tenants: Workbench, capsys: Said) -> None:
+def test_pins_without_a_server_hold_in_one(tenants: Workbench, capsys: Output) -> None:
     pinned = prompt(9, 64)
     ids = ",".join(map(str, pinned))
     assert order(capsys, tenants, "pin", "--ids", ids)[IDENTITY]["prefixes"] == 1
@@ -322,7 +301,7 @@ def test_pins_without_a_server_hold_in_one(tenants: Workbench, capsys: Said) -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["purge"], "which prefix"),
         (["purge", "--text", "hello"], "no tokenizer"),
@@ -333,69 +312,57 @@ def test_pins_without_a_server_hold_in_one(tenants: Workbench, capsys: Said) -> 
     ],
 )
 def test_wrong_orders_change_nothing(
-    tenants: Workbench, capsys: Said, arguments: list[str], said: str
+    tenants: Workbench, capsys: Output, arguments: list[str], message: str
 ) -> None:
     before = tenants.files()
     assert main([*arguments, "--dir", str(tenants.root)]) == REFUSED
-    assert said in capsys.readouterr().err and tenants.files() == before
+    assert message in capsys.readouterr().err and tenants.files() == before
 
 
-@pytest.fixture
-def upkept(bench: Workbench) -> Workbench:
-    """A directory that a server has left: 13 tokens, 27 behind them, and 8 of another tenant."""
-    bench.close(three_prefixes(bench))
-    return bench
-
-
-def removed(said: Said, bench: Workbench) -> list[tuple[int, int]]:
+def removed(output: Output, bench: Workbench) -> list[tuple[int, int]]:
     """Files and bytes of each store."""
-    assert main(["gc", "--dir", str(bench.root), "--json"]) == DONE
-    return [(row["files"], row["bytes"]) for row in json.loads(said.readouterr().out)]
-
-
-def segment_of(bench: Workbench, num_tokens: int) -> str:
-    index = index_in(bench.root / IDENTITY)
-    (found,) = (name for name, segment in index.items() if segment.info.num_tokens == num_tokens)
-    return found
+    status, rows = run(output, "gc", "--dir", bench.root)
+    assert status == DONE
+    return [(row["files"], row["bytes"]) for row in rows]
 
 
 def test_what_nobody_can_use_is_removed(
-    upkept: Workbench, capsys: Said, monkeypatch: pytest.MonkeyPatch
+    bench: Workbench, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = upkept.open()
-    upkept.put(store, prompt(3, 9), ttl=1000.0)
-    upkept.put(store, prompt(3, 20))
-    upkept.put(store, prompt(4, 8))
-    upkept.put(store, prompt(5, 10))
-    upkept.close(store)
-    assert removed(capsys, upkept) == [(0, 0)]
-    index = index_in(upkept.root / IDENTITY)
-    sizes = {segment.info.num_tokens: segment.file_bytes for segment in index.values()}
-    first = upkept.file_of(segment_of(upkept, 13))
-    first.unlink()
-    first.with_name(f"{first.stem[:2]}{'0' * 30}.kv.tmp").write_bytes(bytes(100))
-    (upkept.root / IDENTITY / "quarantine" / f"{'9' * 32}.kv").write_bytes(bytes(200))
-    damaged = upkept.file_of(segment_of(upkept, 10))
-    damaged.write_bytes(damaged.read_bytes()[:300])
+    store = three_prefixes(bench)
+    bench.put(store, prompt(3, 9), ttl=1000.0)
+    for kept in (prompt(3, 20), prompt(4), prompt(5, 10)):
+        bench.put(store, kept)
+    bench.close(store)
+    assert removed(capsys, bench) == [(0, 0)]
+    segments = index_in(bench.root / IDENTITY).values()
+    sizes = {segment.info.num_tokens: segment.file_bytes for segment in segments}
+    paths = {segment.info.num_tokens: bench.file_of(segment.segment_id) for segment in segments}
+    # The first of two, a file that was not finished, one in quarantine, and a damaged one.
+    paths[13].unlink()
+    paths[13].with_name(f"{paths[13].stem[:2]}{'0' * 30}.kv.tmp").write_bytes(bytes(100))
+    (bench.root / IDENTITY / "quarantine" / f"{'9' * 32}.kv").write_bytes(bytes(200))
+    paths[10].write_bytes(paths[10].read_bytes()[:300])
     later = time.time() + 1001
     monkeypatch.setattr("time.time", lambda: later)
 
-    assert removed(capsys, upkept) == [(5, 100 + 200 + 300 + sizes[9] + sizes[27])]
+    assert removed(capsys, bench) == [(5, 100 + 200 + 300 + sizes[9] + sizes[27])]
 
     # What builds on what has expired.
-    assert removed(capsys, upkept) == [(1, sizes[11])]
-    assert len(upkept.files()) == 2 and removed(capsys, upkept) == [(0, 0)]
-    store = upkept.open()
-    check_rows(store, prompt(4, 8))
-    check_rows(store, prompt(2, 8), namespace="salt")
+    assert removed(capsys, bench) == [(1, sizes[11])]
+    assert len(bench.files()) == 2 and removed(capsys, bench) == [(0, 0)]
+    store = bench.open()
+    check_rows(store, prompt(4))
+    check_rows(store, prompt(2), namespace="salt")
 
 
-def test_stores_of_other_formats(upkept: Workbench, capsys: Said) -> None:
-    sizes = [path.stat().st_size for path in upkept.root.glob("*/segments/*/*")]
-    for identity, version in ((OTHER_IDENTITY, FORMAT_VERSION - 1), ("e" * 32, FORMAT_VERSION + 1)):
-        folder = upkept.root / identity
-        shutil.copytree(upkept.root / IDENTITY, folder)
+def test_stores_of_other_formats(left: Workbench, capsys: Output) -> None:
+    older, newer = "d" * 32, "e" * 32
+    for identity, version in ((older, FORMAT_VERSION - 1), (newer, FORMAT_VERSION + 1)):
+        folder = left.root / identity
+        shutil.copytree(left.root / IDENTITY, folder)
         fields = json.loads((folder / MARKER).read_text())
         (folder / MARKER).write_text(json.dumps({**fields, "format": version}))
-    assert sorted(removed(capsys, upkept)) == [(0, 0), (0, 0), (3, sum(sizes))]
-    assert sorted(path.name for path in upkept.root.iterdir()) == [IDENTITY, "e" * 32]
+    sizes = [path.stat().st_size for path in (left.root / older).glob("segments/*/*")]
+    assert sorted(removed(capsys, left)) == [*[(0, 0)] * 3, (3, sum(sizes))]
+    assert {path.name for path in left.root.iterdir()} == {IDENTITY, OTHER_IDENTITY, newer}

@@ -17,23 +17,23 @@ from impress_sglang.cli import DONE, INTERRUPTED, REFUSED, UNREACHABLE
 from impress_sglang.cli.main import main
 from tests.unit.stub_server import StubServer
 
-Said = pytest.CaptureFixture[str]
+Output = pytest.CaptureFixture[str]
 COMPUTING_S = 0.04
 TOKENS = 128
-ASKED = ("--prefixes=3", f"--prefix-tokens={TOKENS}")
+STRANGER = ("somebody else", "")
 
 
 class Fake(StubServer):
-    """Has a pool and a store of prefixes, by `cache_salt`."""
+    """Has a pool and a store, of which a prefix is a `cache_salt` and the first tokens."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lock = threading.Lock()
         self.pool: set[tuple[str, str]] = set()
-        self.stored: set[tuple[str, str]] = {("somebody else", "")}
-        self.loading_s, self.decision, self.looks = 0.01, "load", 2
+        self.stored: set[tuple[str, str]] = {STRANGER}
+        self.loading_s, self.decision, self.writing = 0.01, "load", 1
         self.broken: dict[str, tuple[int, bytes]] = {}
-        self.signal: tuple[int, int] = (0, 0)
+        self.signal = 0, 0
 
     def bodies(self, path: str) -> list[dict[str, Any]]:
         return [body for _, asked, body, _ in self.asked if asked.partition("?")[0] == path]
@@ -42,43 +42,43 @@ class Fake(StubServer):
         path = path.partition("?")[0]
         if path in self.broken:
             return self.broken[path]
-        if path == "/flush_cache":
-            self.pool.clear()
-            return 200, b"Cache flushed."
-        return 200, json.dumps(self.answer(path, body or {})).encode()
+        return 200, json.dumps(self.report(path, body or {})).encode()
 
-    def answer(self, path: str, body: dict[str, Any]) -> Any:
-        if path == "/impress/stats":
-            return {"store": {"read_mbps": 1234}}
-        if path == "/tokenize":
-            return {"tokens": list(range(len(body["prompt"])))}
-        place = (body.get("cache_salt", ""), str(body.get("input_ids", [])[:TOKENS]))
-        if path == "/impress/why":
-            self.looks -= 1
-            return {"why": {"reason": "being_written" if self.looks > 0 else "stored"}}
-        if path == "/impress/purge":
-            whole = "input_ids" not in body
-            gone = {key for key in self.stored if key == place or (whole and key[0] == place[0])}
-            self.stored -= gone
-            return {"segments": len(gone)}
-        assert path == "/generate"
-        return {"meta_info": {"impress": self.generate(place, body["sampling_params"])}}
+    def report(self, path: str, body: dict[str, Any]) -> Any:
+        salt, tokens = body.get("cache_salt", ""), body.get("input_ids")
+        match path:
+            case "/flush_cache":
+                return self.pool.clear()
+            case "/impress/stats":
+                return {"store": {"read_mbps": 1234}}
+            case "/tokenize":
+                return {"tokens": list(range(len(body["prompt"])))}
+            case "/impress/why":
+                self.writing -= 1
+                return {"why": {"reason": "being_written" if self.writing >= 0 else "stored"}}
+            case "/impress/purge":
+                purged = {prefix for prefix in self.stored if prefix[0] == salt}
+                self.stored -= purged
+                return {"segments": len(purged)}
+        assert path == "/generate" and tokens
+        found = self.generate((salt, str(tokens[:TOKENS])), body["sampling_params"])
+        return {"meta_info": {"impress": found}}
 
-    def generate(self, place: tuple[str, str], sampling: dict[str, Any]) -> dict[str, Any]:
+    def generate(self, prefix: tuple[str, str], sampling: dict[str, Any]) -> dict[str, Any]:
         with self.lock:
             number, stop = self.signal
             if len(self.bodies("/generate")) == number:
                 os.kill(os.getpid(), stop)
-            found = "device" if place in self.pool else "ssd" if place in self.stored else None
-            loads = found == "ssd" and self.decision == "load"
-            self.pool.add(place)
+            stored, resident = prefix in self.stored, prefix in self.pool
+            loads = stored and not resident and self.decision == "load"
+            self.pool.add(prefix)
             if sampling["custom_params"]["impress_store"]:
-                self.stored.add(place)
-        if found != "device":
+                self.stored.add(prefix)
+        if not resident:
             time.sleep(self.loading_s if loads else COMPUTING_S)
         return {
-            "path": found if found == "device" or loads else "computed",
-            "decision": self.decision if found == "ssd" else "none",
+            "path": "device" if resident else "ssd" if loads else "computed",
+            "decision": self.decision if stored and not resident else "none",
             "bits_mean": 5.25 if loads else None,
             "ssd_bytes": 2_000_000 if loads else 0,
             "why": {"reason": "computed_faster", "text": "loading would take longer"},
@@ -89,26 +89,27 @@ class Fake(StubServer):
 def fake() -> Iterator[Fake]:
     with Fake().serving() as fake:
         yield fake
-    # Nobody else's is touched, whatever happens.
-    assert ("somebody else", "") in fake.stored
+    assert STRANGER in fake.stored
     for body in fake.bodies("/impress/purge"):
         assert body["cache_salt"].startswith("impress-bench-")
 
 
 def run(fake: Fake, *options: str) -> int:
-    return main(["bench", "--url", fake.url, *ASKED, *options])
+    sizes = ("--prefixes=3", f"--prefix-tokens={TOKENS}")
+    return main(["bench", "--url", fake.url, *sizes, *options])
 
 
-def measured(fake: Fake, said: Said, *options: str) -> tuple[dict[str, Any], str]:
+def measured(fake: Fake, output: Output, *options: str) -> tuple[dict[str, Any], str]:
+    """The rows by their way, and the conclusion."""
     assert run(fake, "--json", *options) == DONE
-    captured = said.readouterr()
-    assert "removed what was stored: 3 segments" in captured.err and len(fake.stored) == 1
-    found = json.loads(captured.out)
-    return {row["way"]: row for row in found["ways"]}, found["conclusion"]
+    captured = output.readouterr()
+    assert "removed what was stored: 3 segments" in captured.err and fake.stored == {STRANGER}
+    result = json.loads(captured.out)
+    return {row["way"]: row for row in result["ways"]}, result["conclusion"]
 
 
 @pytest.mark.parametrize("clients", [1, 3])
-def test_each_way_is_measured(fake: Fake, capsys: Said, clients: int) -> None:
+def test_each_way_is_measured(fake: Fake, capsys: Output, clients: int) -> None:
     ways, conclusion = measured(fake, capsys, "--flush", f"--clients={clients}")
     assert list(ways) == ["computed", "computed, stored", "SGLang's pool", "loaded"]
     assert all(row["requests"] == 3 for row in ways.values())
@@ -123,25 +124,25 @@ def test_each_way_is_measured(fake: Fake, capsys: Said, clients: int) -> None:
     assert stored == [{"impress_store": True, "impress_ttl": 3600}] * 3
 
 
-def test_the_pool_of_others_is_emptied_only_if_that_is_wanted(fake: Fake, capsys: Said) -> None:
+def test_the_pool_of_others_is_emptied_only_on_request(fake: Fake, capsys: Output) -> None:
     ways, conclusion = measured(fake, capsys)
     assert "loaded" not in ways and "--flush" in conclusion and not fake.bodies("/flush_cache")
 
 
-def test_a_slow_drive_does_not_pay(fake: Fake, capsys: Said) -> None:
+def test_a_slow_drive_does_not_pay(fake: Fake, capsys: Output) -> None:
     fake.loading_s = 2 * COMPUTING_S
     ways, conclusion = measured(fake, capsys, "--flush")
     assert ways["loaded"]["ratio"] < 1 and conclusion.startswith("The store does not pay here")
 
 
-def test_a_server_that_computes_instead_says_why(fake: Fake, capsys: Said) -> None:
+def test_a_server_that_computes_instead_says_why(fake: Fake, capsys: Output) -> None:
     fake.decision = "recompute"
     ways, conclusion = measured(fake, capsys, "--flush")
     assert ways["computed anyway"]["requests"] == 3 and "loaded" not in ways
     assert "loading would take longer" in conclusion
 
 
-def test_prefixes_of_a_text(fake: Fake, capsys: Said, tmp_path: Path) -> None:
+def test_prefixes_of_a_text(fake: Fake, capsys: Output, tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_text("a" * 3 * TOKENS)
     measured(fake, capsys, f"--text={path}")
@@ -152,7 +153,7 @@ def test_prefixes_of_a_text(fake: Fake, capsys: Said, tmp_path: Path) -> None:
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("number", [2, 6, 9])
 def test_who_is_interrupted_leaves_nothing(
-    fake: Fake, capsys: Said, stop: int, number: int
+    fake: Fake, capsys: Output, stop: int, number: int
 ) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
     before = signal.getsignal(signal.SIGTERM)
@@ -160,10 +161,10 @@ def test_who_is_interrupted_leaves_nothing(
     assert run(fake, "--clients=2") == INTERRUPTED
     captured = capsys.readouterr()
     assert "impress: removed what was stored" in captured.err and not captured.out
-    assert len(fake.stored) == 1 and signal.getsignal(signal.SIGTERM) is before
+    assert fake.stored == {STRANGER} and signal.getsignal(signal.SIGTERM) is before
 
 
-def test_requests_and_orders_may_need_other_keys(fake: Fake, capsys: Said) -> None:
+def test_requests_and_orders_may_need_other_keys(fake: Fake, capsys: Output) -> None:
     measured(fake, capsys, "--key=of-orders", "--api-key=of-requests", "--flush")
     keys = {path.partition("?")[0]: key for _, path, _, key in fake.asked}
     assert keys["/generate"] == keys["/impress/stats"] == "Bearer of-requests"
@@ -171,7 +172,7 @@ def test_requests_and_orders_may_need_other_keys(fake: Fake, capsys: Said) -> No
 
 
 @pytest.mark.parametrize(
-    ("path", "code", "answer", "status", "said"),
+    ("path", "code", "answer", "status", "message"),
     [
         ("/flush_cache", 400, b"Flush failed: 2 requests run.\n", REFUSED, "2 requests run"),
         ("/generate", 400, b'{"error": {"message": "too long"}}', REFUSED, "too long"),
@@ -180,21 +181,21 @@ def test_requests_and_orders_may_need_other_keys(fake: Fake, capsys: Said) -> No
     ],
 )
 def test_what_a_server_refuses(
-    fake: Fake, capsys: Said, path: str, code: int, answer: bytes, status: int, said: str
+    fake: Fake, capsys: Output, path: str, code: int, answer: bytes, status: int, message: str
 ) -> None:
     fake.broken[path] = code, answer
     assert run(fake, "--flush") == status
-    assert said in capsys.readouterr().err and len(fake.stored) == 1
+    assert message in capsys.readouterr().err and fake.stored == {STRANGER}
 
 
-def test_what_cannot_be_removed_is_told(fake: Fake, capsys: Said) -> None:
+def test_what_cannot_be_removed_is_told(fake: Fake, capsys: Output) -> None:
     fake.broken["/impress/purge"] = 500, b"oops"
     assert run(fake) == DONE
     assert "impress purge --cache-salt impress-bench-" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", ["--prefixes=0", "--prefix-tokens=100", "--clients=0"])
-def test_what_cannot_be_measured(fake: Fake, capsys: Said, tmp_path: Path, wrong: str) -> None:
+def test_what_cannot_be_measured(fake: Fake, capsys: Output, tmp_path: Path, wrong: str) -> None:
     assert run(fake, wrong) == REFUSED
     short = tmp_path / "text"
     short.write_text("too short")
