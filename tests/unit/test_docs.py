@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import re
 import shlex
@@ -12,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 import impress_sglang
 from bench.core.cli import MODULES
@@ -73,24 +71,15 @@ def anchors_of(document: Path) -> set[str]:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_benchmarks_that_documents_name_take_these_options(document: Path) -> None:
-    """Of those that have left it is said in which commit they are."""
-    left = r"(?!\s+of commit| \|)"
-    for name, given in re.findall(
-        rf"`python -m bench ([a-z]\w*)([^`]*)`{left}", document.read_text()
-    ):
-        parse(name, "", importlib.import_module(MODULES[name]).OPTIONS, shlex.split(given))
+    """Those that were removed are named with the commit that has them."""
+    pattern = r"`python -m bench ([a-z]\w*)([^`]*)`(?!\s+of commit| \|)"
+    for name, options in re.findall(pattern, document.read_text()):
+        parse(name, "", importlib.import_module(MODULES[name]).OPTIONS, shlex.split(options))
 
 
 def test_the_site_has_every_document() -> None:
-    def pages(item: object) -> Iterator[str]:
-        if isinstance(item, str):
-            yield item
-        else:
-            for inner in item if isinstance(item, list) else item.values():  # type: ignore[attr-defined]
-                yield from pages(inner)
-
-    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-    assert sorted(pages(nav)) == [name_of(path) for path in DOCUMENTS]
+    pages = re.findall(r"^ +- .*?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(pages) == [name_of(path) for path in DOCUMENTS]
 
 
 def test_the_functions_that_the_walk_passes_exist() -> None:
@@ -98,40 +87,17 @@ def test_the_functions_that_the_walk_passes_exist() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
     names = re.findall(rf"`((?:{packages})\.[\w.]+)`", text)
     assert len(names) > 50, "the walk names each function that it passes"
-    assert [name for name in names if not is_defined(name)] == []
+    defined = {name for path in PACKAGE.rglob("*.py") for name in definitions(path)}
+    assert [name for name in names if name not in defined] == []
 
 
-def is_defined(name: str) -> bool:
-    """Whether `package.module.Class.function` and the like is there, as it is written."""
-    path, parts = PACKAGE, name.split(".")
-    while parts and (path / parts[0]).is_dir():
-        path = path / parts.pop(0)
-    if not parts:
-        return True
-    path = path / f"{parts.pop(0)}.py"
-    if not path.is_file():
-        return False
-    scope: ast.AST = ast.parse(path.read_text())
-    for part in parts:
-        inner = [node for node in ast.iter_child_nodes(scope) if part in names_in(node)]
-        if not inner:
-            return False
-        scope = inner[0]
-    return True
-
-
-def names_in(node: ast.AST) -> list[str]:
-    """What a statement defines."""
-    targets = node.targets if isinstance(node, ast.Assign) else [node]
-    return [getattr(target, "name", getattr(target, "id", "")) for target in targets]
-
-
-def test_who_looks_for_functions_finds_them() -> None:
-    """Guards the test above."""
-    assert is_defined("config.ImpressConfig.from_options")
-    assert is_defined("storage.files")
-    assert not is_defined("config.ImpressConfig.from_nowhere")
-    assert not is_defined("storage.nowhere.FileSystem")
+def definitions(path: Path) -> Iterator[str]:
+    """A module, what it defines, and methods, as `package.module.Class.method`."""
+    yield (module := ".".join(path.relative_to(PACKAGE).with_suffix("").parts))
+    pattern, outer = r"^(?:class |def )?(\w+)(?:[(:]| = )|^    def (\w+)", ""
+    for name, method in re.findall(pattern, path.read_text(), re.MULTILINE):
+        outer = name or outer
+        yield f"{module}.{outer}.{method}" if method else f"{module}.{name}"
 
 
 def test_the_tests_that_documents_name_exist() -> None:
@@ -140,19 +106,10 @@ def test_the_tests_that_documents_name_exist() -> None:
     text = reliability + (ROOT / "docs/operation.md").read_text()
     paths = list((ROOT / "tests").rglob("test_*.py"))
     files = {path.name for path in paths}
-    found = (re.findall(r"def (test_\w+)", path.read_text()) for path in paths)
-    functions = "\n".join(name for names in found for name in names)
-    for name in set(re.findall(r"\btest_\w+\.py", text)):
-        assert name in files, name
-    for name in set(re.findall(r"\b(test_\w+)(?!\w*\.py)\b", re.sub(r"test_\w+\.py", "", text))):
-        assert name in functions, name
-    for part in set(re.findall(r"…(\w+)", text)):
-        assert part in functions, part
-    cells = [
-        row.rstrip(" |").split("|")[-1].strip()
-        for row in reliability.splitlines()
-        if row[:1] == "|"
-    ]
-    for cell in cells:
+    functions = re.findall(r"def (test_\w+)", "\n".join(path.read_text() for path in paths))
+    for name in set(re.findall(r"\btest_\w+(?:\.py)?|(?<=…)\w+", text)):
+        assert name in (files if name.endswith(".py") else "\n".join(functions)), name
+    rows = [row for row in reliability.splitlines() if row[:1] == "|"]
+    for cell in [row.rstrip(" |").split("|")[-1].strip() for row in rows]:
         headline = cell == "test" or not cell.strip("-")
         assert headline or re.search(r"test_|^(unit|serving)|the same", cell), cell
