@@ -12,18 +12,19 @@ from impress_sglang.paper.source import PartSource
 from impress_sglang.paper.store import PartStore
 from impress_sglang.storage.segment import Priority
 from impress_sglang.store.lookahead import LookAhead
+from impress_sglang.store.stored import StoredMatch
 from impress_sglang.store.writing import StoreOutcome
 from tests.unit import store_factory as stores
 from tests.unit.kv_factory import as_tokens
-from tests.unit.store_checks import check_store
-from tests.unit.store_factory import Workbench, gb, length, lengths, look_up, prompt
+from tests.unit.store_factory import Workbench, gb, length, look_up, prompt
 
 LOW, NORMAL, HIGH = Priority
 SIGNS = {"-": LOW, "": NORMAL, "+": HIGH}
 # By what is shown: for how many segments of 8 tokens there is room, and what happens. A number is a
 # prompt of 8 tokens that is stored; `b3` is one of tenant b, `+3` one of high, `-3` one of low
-# priority, `3/16` has 16 tokens, of which `3` are the first. After `left` there are these, and no
-# others that were named before.
+# priority, `3/16` has 16 tokens, of which `3` are the first. Those that are `brief` are there until
+# they `expire`, and the files of those that are missed are gone. After `left` there are these, and
+# no others that were named before.
 HISTORIES = {
     "what was used least recently goes, and only reading is use": (
         3,
@@ -69,6 +70,19 @@ HISTORIES = {
         "1, 2, pin 1, 50, 51, 52, 53, left 1 51 52 53, unpin 1, 70, 71, 72, 73, left 70 71 72 73",
     ),
     "a prompt does not replace another of which it shares most": (1, "1, refused 1~6, left 1"),
+    "what a high one builds on goes no sooner, but as soon as that has expired": (
+        5,
+        "-1, -2, brief +2/16, 3, 4, 5, 6, left 2 2/16 4 5 6, expire, left 2 4 5 6, 7, 8, "
+        "left 4 5 6 7 8",
+    ),
+    "a low one goes at once with the last that builds on it": (
+        4,
+        "-1, -1/16, +1/24, +2, +3/32, left 3/32",
+    ),
+    "also where there is a hole between them": (
+        4,
+        "-1, -1/16, +1/24, +2, miss 1/16, +3/32, left 3/32",
+    ),
 }
 PROMPT = re.compile(r"([-+]?)([a-z]?)(\d+)(?:/(\d+)|~(\d+))?")
 
@@ -87,20 +101,31 @@ class History:
         self.sources: list[PartSource] = []
 
     def step(self, step: str) -> None:
-        verb, _, rest = step.rpartition(" ") if " " in step else ("put", "", step)
-        if verb.startswith("left") or step in ("restart", "rebuild") or verb == "limit":
-            return self.all(step)
-        found = PROMPT.fullmatch(rest)
-        assert found is not None
-        sign, tenant, number, count, shared = found.groups()
-        tokens = prompt(int(number), int(count or 8))
-        if shared is not None:
-            tokens = (*tokens[: int(shared)], 1, 2)
+        verb, *names = step.split()
+        if verb[-1].isdigit():
+            verb, names = "put", [verb]
+        if verb == "left":
+            assert {name for name in self.named if self.has(name)} == set(names)
+        elif verb == "expire":
+            self.store.expire(time.time() + 20)
+        elif verb in ("restart", "rebuild", "limit"):
+            if verb == "limit":
+                self.options["namespace_gb"] = gb(int(names[0]) * self.bench.one)
+            self.bench.close(self.store)
+            if verb == "rebuild":
+                next(self.bench.root.glob("*/journal")).unlink()
+            self.store = self.bench.open(**self.options)
+        else:
+            self.of_prompt(verb, names[0])
+
+    def of_prompt(self, verb: str, name: str) -> None:
+        sign, tenant, tokens = parsed(name)
         place = self.store.namespace(tenant), as_tokens(tokens)
         refusals = {"refused": StoreOutcome.NO_SPACE, "known": StoreOutcome.KNOWN}
-        if verb == "put":
-            self.bench.put(self.store, tokens, namespace=tenant, priority=SIGNS[sign])
-            self.named.add(rest.lstrip("+-"))
+        if verb in ("put", "brief"):
+            options = {"namespace": tenant, "priority": SIGNS[sign]}
+            self.bench.put(self.store, tokens, ttl=10 * (verb == "brief"), **options)
+            self.named.add(name.lstrip("+-"))
         elif verb in refusals:
             outcome = self.bench.offer(self.store, tokens, namespace=tenant)
             assert outcome is refusals[verb]
@@ -109,40 +134,33 @@ class History:
         elif verb == "unpin":
             assert self.store.pins.unpin(*place) == 1
         elif verb == "go":
-            self.lookahead.stop_waiting(rest)
+            self.lookahead.stop_waiting(name)
         else:
-            self.of_match(verb, rest, tokens, tenant)
+            self.of_match(verb, name, look_up(self.store, tokens, tenant))
 
-    def of_match(self, verb: str, name: str, tokens: tuple[int, ...], tenant: str) -> None:
-        match = look_up(self.store, tokens, tenant)
+    def of_match(self, verb: str, name: str, match: StoredMatch) -> None:
         if verb == "wait":
             self.lookahead.wait(name, match.spans)
-        elif verb == "lose":
-            stores.lose(self.bench, self.store, match.spans[0].segment.segment_id)
+        elif verb in ("lose", "miss"):
+            segment = match.spans[-1].segment
+            stores.lose(self.bench, self.store, segment.segment_id, gone=verb == "miss")
         elif verb != "look":
             self.sources.append(stores.open_source(self.store, match))
             if verb == "read":
                 self.store.close_source(self.sources.pop())
 
-    def all(self, step: str) -> None:
-        """What is asked of the whole store."""
-        verb, *names = step.split()
-        if verb == "left":
-            assert {name for name in self.named if self.has(name)} == set(names)
-            return
-        if verb == "limit":
-            self.options["namespace_gb"] = gb(int(names[0]) * self.bench.one)
-        self.bench.close(self.store)
-        if verb == "rebuild":
-            next(self.bench.root.glob("*/journal")).unlink()
-        self.store = self.bench.open(**self.options)
-
     def has(self, name: str) -> bool:
-        found = PROMPT.fullmatch(name)
-        assert found is not None
-        _, tenant, number, count, _ = found.groups()
-        tokens = prompt(int(number), int(count or 8))
+        _, tenant, tokens = parsed(name)
         return length(self.store, tokens, namespace=tenant) == len(tokens)
+
+
+def parsed(name: str) -> tuple[str, str, tuple[int, ...]]:
+    """Sign, tenant and tokens."""
+    found = PROMPT.fullmatch(name)
+    assert found is not None
+    sign, tenant, number, count, shared = found.groups()
+    tokens = prompt(int(number), int(count or 8))
+    return sign, tenant, tokens if shared is None else (*tokens[: int(shared)], 1, 2)
 
 
 @pytest.mark.parametrize("shown", HISTORIES)
@@ -153,39 +171,6 @@ def test_what_leaves_and_what_stays(bench: Workbench, shown: str) -> None:
         history.step(step)
     for source in history.sources:
         history.store.close_source(source)
-    if not re.search("lose|restart|rebuild|limit", steps):
+    if not re.search("lose|miss|expire|restart|rebuild|limit", steps):
         left = sum(map(history.has, history.named))
         assert history.store.stats.segments_evicted == len(history.named) - left
-
-
-def test_what_others_build_on_goes_with_them(bench: Workbench) -> None:
-    """1 is low, and so is 2, on which a high one builds for a while."""
-    store = bench.open(ssd_gb=gb(5 * bench.one))
-    bench.put_all(store, 1, 2, priority=LOW)
-    bench.put(store, prompt(2, 16), priority=HIGH, ttl=10)
-    bench.put(store, prompt(3))
-    bench.put_all(store, 4, 5, 6)
-    assert lengths(store, 1, 2, 3, 4) == [0, 8, 0, 8]
-
-    store.expire(time.time() + 20)
-
-    check_store(store)
-    bench.put_all(store, 7, 8)
-    assert lengths(store, 2, 4) == [0, 8]
-
-
-@pytest.mark.parametrize("lost", [False, True])
-def test_a_low_one_goes_at_once_with_the_last_that_builds_on_it(
-    bench: Workbench, lost: bool
-) -> None:
-    """Also where there is a hole between them."""
-    store = bench.open(ssd_gb=gb(4 * bench.one))
-    for count, priority in ((8, LOW), (16, LOW), (24, HIGH)):
-        bench.put(store, prompt(1, count), priority=priority)
-    bench.put(store, prompt(2), priority=HIGH)
-    if lost:
-        middle = look_up(store, prompt(1, 16)).spans[-1].segment
-        stores.lose(bench, store, middle.segment_id, gone=True)
-    bench.put(store, prompt(3, 32), priority=HIGH)
-    assert lengths(store, 1, 2) == [0, 0] and length(store, prompt(3, 32)) == 32
-    assert len(store.tree) == 1
