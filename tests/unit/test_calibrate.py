@@ -47,6 +47,9 @@ def ids(tokens: int, seed: int) -> list[int]:
     return [drawn.randrange(VOCABULARY // 4) for _ in range(tokens)]
 
 
+TEXTS = {"one": ids(300, 1), "two": ids(300, 2)}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_keys_are_what_they_were_before_rotation(kind: str) -> None:
     model, seen = make_model(kind), []
@@ -65,11 +68,7 @@ def test_keys_are_what_they_were_before_rotation(kind: str) -> None:
 def test_gradients_tell_what_errors_cost(kind: str) -> None:
     """The KL of small errors is half their product with Fisher's information."""
     prompts, prompt = Prompts(make_model(kind)), ids(60, 2)
-    cost = torch.zeros(2)
     draws = [draw for _ in range(5) for draw in prompts.gradients(prompt)[1]]
-    for layer in itertools.chain(*draws):
-        for stream, gradient in enumerate(layer):
-            cost[stream] += float(gradient.square().sum()) / len(draws)
     held, size, generator = 45, 0.003, torch.Generator().manual_seed(1)
     keys, values = prompts._prefix(prompt[:held])
 
@@ -83,30 +82,27 @@ def test_gradients_tell_what_errors_cost(kind: str) -> None:
     exact = logp(None)
     for stream in range(2):
         runs = [(exact.exp() * (exact - logp(stream))).sum() for _ in range(20)]
-        found = float(torch.stack(runs).mean())
-        assert found == pytest.approx(float(cost[stream]) * size**2 / 2, rel=0.35)
+        squares = [layer[stream].square().sum() for layer in itertools.chain(*draws)]
+        cost = size**2 / 2 * float(torch.stack(squares).sum()) / len(draws)
+        assert float(torch.stack(runs).mean()) == pytest.approx(cost, rel=0.35)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_bits_change_predictions_less(kind: str) -> None:
-    prompts = Prompts(make_model(kind))
-    texts = {"one": ids(300, 1), "two": ids(300, 2)}
-    ((basis,),) = calibrated(prompts, texts)
+    """The same each time, and for each model."""
+    ((basis,),), ((again,),), ((other,),) = (
+        calibrated(Prompts(make_model(kind, seed)), TEXTS) for seed in (1, 1, 2)
+    )
     few, many = (basis.notes["kl"][rate] for rate in ("5", "6"))
-    assert set(few) == set(many) == set(texts)
-    for text in texts:
-        assert many[text] < few[text] / 2.5
-    ((again,),) = calibrated(Prompts(make_model(kind)), texts)
+    assert set(few) == set(many) == set(TEXTS)
+    assert all(many[text] < few[text] / 2.5 for text in TEXTS)
     assert again.digest == basis.digest
-    assert basis.model.startswith(f"{kind}ForCausalLM ")
-    ((other,),) = calibrated(Prompts(make_model(kind, seed=2)), texts)
-    assert other.model != basis.model
+    assert basis.model.startswith(f"{kind}ForCausalLM ") and other.model != basis.model
 
 
 def test_ranks_are_as_good_in_more_bits() -> None:
     """More ranks than heads share them."""
-    texts = {"one": ids(300, 1), "two": ids(300, 2)}
-    whole, split = calibrated(Prompts(make_model()), texts, [1, 2, 4])
+    whole, split = calibrated(Prompts(make_model()), TEXTS, [1, 2, 4])
     assert [basis.part for basis in split] == [(0, 2), (1, 2)] and len(whole) == 1
     assert {basis.shapes for basis in split} == {((1, 8), (1, 8))}
     assert split[0].digest != split[1].digest and split[0].notes == split[1].notes
@@ -116,7 +112,7 @@ def test_ranks_are_as_good_in_more_bits() -> None:
         assert all(rate + 0.3 < basis.keeping(keeps).rate < rate + 1.0 for basis in split)
     for size in (3, 0, -2):
         with pytest.raises(CommandError, match=f"{size} ranks cannot share 2"):
-            calibrated(Prompts(make_model()), texts, [size])
+            calibrated(Prompts(make_model()), TEXTS, [size])
 
 
 def test_models_that_are_not_understood_are_refused() -> None:
