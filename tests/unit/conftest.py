@@ -13,8 +13,8 @@ from impress_sglang.cost import ReadCost
 from impress_sglang.storage import reader as reader_module
 from impress_sglang.storage.reader import BlockReader
 from tests.unit import store_factory
-from tests.unit.coded_factory import CodedCase, CodedPart
-from tests.unit.source_factory import BLOCK
+from tests.unit.kv_factory import BLOCK
+from tests.unit.source_factory import CodedCase, Part
 from tests.unit.step_engine import Step, reading, stepping
 
 bench = store_factory.bench
@@ -61,7 +61,7 @@ def single_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def coded(tmp_path: Path, reader: BlockReader) -> Iterator[Callable[..., CodedCase]]:
     made: list[CodedCase] = []
 
-    def make(parts: Sequence[CodedPart], **options: Any) -> CodedCase:
+    def make(parts: Sequence[Part], **options: Any) -> CodedCase:
         folder = tmp_path / str(len(made))
         folder.mkdir()
         made.append(CodedCase(folder, parts, reader, **options))

@@ -28,9 +28,9 @@ from impress_sglang.transfer.sources import OpenSpan
 from impress_sglang.transfer.wanted import chunk_pages, most_pages
 
 IDENTITY = "0123456789abcdef0123456789abcdef"
-DISK_BLOCK = 4096
+BLOCK = 4096
 # The columns of a shape with one head group: else there are more, see `columns_of`.
-PROBE, KEYS, VALUES = 0, 1, 2
+PROBE, KEYS = 0, 1
 
 
 def make_shape(
@@ -57,19 +57,11 @@ def as_tokens(tokens: Sequence[int]) -> Tokens:
 
 
 def make_info(
-    shape: KVShape,
-    tokens: Sequence[int],
-    *,
-    segment_id: str = "ab12",
-    identity: str = IDENTITY,
-    namespace: str = "",
-    prefix_digest: str = "d0",
-    prefix_len: int = 0,
-    chunk_tokens: int = 8,
-    **fields: Any,
+    shape: KVShape, tokens: Sequence[int], *, chunk_tokens: int = 8, **fields: Any
 ) -> SegmentInfo:
-    place = segment_id, identity, namespace, prefix_digest, prefix_len
-    return SegmentInfo(*place, as_tokens(tokens), shape, chunk_tokens, **fields)
+    usual = {"segment_id": "ab12", "identity": IDENTITY, "namespace": "", "prefix_digest": "d0"}
+    place = {**usual, "prefix_len": 0, **fields}
+    return SegmentInfo(tokens=as_tokens(tokens), shape=shape, chunk_tokens=chunk_tokens, **place)
 
 
 def stored_segment(
@@ -137,23 +129,15 @@ def write_kvs(
 def make_cache(
     shape: KVShape,
     *,
-    device_chunks: int = 0,
-    host_chunks: int = 0,
+    device_pages: int = 0,
+    host_pages: int = 0,
     chunk_tokens: int = 8,
     rule: ReplacementRule | None = None,
 ) -> ChunkCache:
-    """Caches with room for so many chunks of the largest column."""
-    layout = SegmentLayout(dataclasses.replace(shape, code_bits=0.0), chunk_tokens, 1, DISK_BLOCK)
-    chunk_bytes = max(column.page_bytes for column in layout.columns)
-    return cache_of(layout, device_chunks * chunk_bytes, host_chunks * chunk_bytes, rule)
-
-
-def cache_of(
-    layout: SegmentLayout, device_bytes: int, host_bytes: int, rule: ReplacementRule | None = None
-) -> ChunkCache:
-    sizes = {"device_bytes": device_bytes, "host_bytes": host_bytes}
+    widest = most_pages(SegmentLayout(shape, chunk_tokens, 1, BLOCK))
+    sizes = {"device_bytes": device_pages * BLOCK, "host_bytes": host_pages * BLOCK}
     eviction = rule or LeastRecentlyUsed()
-    return ChunkCache(DISK_BLOCK, most_pages(layout), eviction, device=torch.device("cpu"), **sizes)
+    return ChunkCache(BLOCK, widest, eviction, device=torch.device("cpu"), **sizes)
 
 
 def open_span(
@@ -179,38 +163,32 @@ def head_groups_of(shape: KVShape) -> int:
     return 1 if shape.probe_kv_heads else shape.num_kv_heads * shape.exact
 
 
-def columns_of(shape: KVShape) -> list[Column]:
-    """All columns of a layer: the probe column, then keys and then values of each head group."""
-    return list(range(1 + 2 * head_groups_of(shape)))
-
-
-def kv_of(shape: KVShape) -> list[Column]:
-    return columns_of(shape)[1:]
-
-
-def holds_values(shape: KVShape, column: Column) -> bool:
-    return column > head_groups_of(shape)
+def columns_of(shape: KVShape, *kinds: str) -> list[Column]:
+    """Those of a layer, of all kinds without any: the probe column, then keys and then values of
+    each head group."""
+    count = head_groups_of(shape)
+    places = {"probe": [PROBE], "keys": range(1, 1 + count)}
+    places["values"] = range(1 + count, 1 + 2 * count)
+    return [column for kind in kinds or places for column in places[kind]]
 
 
 def head_group_of(shape: KVShape, column: Column) -> int:
-    return column - 1 - head_groups_of(shape) * holds_values(shape, column)
+    return (column - 1) % head_groups_of(shape)
 
 
 def heads_of(shape: KVShape, column: Column) -> list[int]:
     """KV heads of a column, by its definition."""
-    everything = list(range(shape.num_kv_heads))
-    if not shape.probe_kv_heads:
-        return [] if column == PROBE else [head_group_of(shape, column)]
-    return {
-        PROBE: [h for h in everything if h in shape.probe_kv_heads],
-        KEYS: [h for h in everything if h not in shape.probe_kv_heads],
-        VALUES: everything,
-    }[column]
+    probed, everyone = list(shape.probe_kv_heads), range(shape.num_kv_heads)
+    if column == PROBE:
+        return probed
+    if not probed:
+        return [head_group_of(shape, column)]
+    return [head for head in everyone if column != KEYS or head not in probed]
 
 
 def row_size(shape: KVShape, column: Column) -> int:
-    dim = shape.value_dim if holds_values(shape, column) else shape.key_dim
-    return len(heads_of(shape, column)) * dim * torch.empty(0, dtype=shape.dtype).element_size()
+    dim = shape.value_dim if column in columns_of(shape, "values") else shape.key_dim
+    return len(heads_of(shape, column)) * dim * shape.dtype.itemsize
 
 
 def chunk_disk_bytes(
@@ -218,8 +196,7 @@ def chunk_disk_bytes(
 ) -> int:
     """Bytes of one chunk on disk: its rows, padded to whole disk blocks."""
     rows = min(chunk_tokens, num_tokens - chunk * chunk_tokens)
-    blocks, rest = divmod(rows * row_size(shape, column), DISK_BLOCK)
-    return (blocks + bool(rest)) * DISK_BLOCK
+    return -(-rows * row_size(shape, column) // BLOCK) * BLOCK
 
 
 def flip_byte(path: Path, offset: int) -> None:

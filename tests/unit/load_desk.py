@@ -21,7 +21,8 @@ from impress_sglang.transfer.codecs import Codec
 from impress_sglang.transfer.filling import StoredLayers
 from tests.faults import Faults, FaultyFileSystem
 from tests.unit import kv_factory as kv
-from tests.unit.coded_factory import Pools, rounded
+from tests.unit.codes_factory import rounded
+from tests.unit.reading import Pools
 from tests.unit.store_factory import Workbench, look_up
 from tests.unit.waiting import wait_until
 

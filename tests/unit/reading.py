@@ -1,14 +1,12 @@
-"""Reads rows and loads layers into slots of a pool, and hands them out as tensors.
-
-Slots are scattered over a pool that is full of NaN, so that what was not filled, or in the wrong
-place, is seen.
-"""
+"""Reads rows and loads layers into slots of a pool, and hands them out as tensors."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +18,39 @@ from impress_sglang.transfer.sources import StoredSource
 from tests.unit.waiting import wait_until
 
 SPARE = 3
+# What is in slots that nobody has filled.
+EMPTY = -77.0
+
+
+class Pools:
+    """Keys and values [slots, G, D] of each layer, which nobody has filled."""
+
+    def __init__(self, shape: KVShape, num_slots: int) -> None:
+        self.keys, self.values = (
+            [
+                torch.full((num_slots, shape.num_kv_heads, dim), EMPTY, dtype=shape.dtype)
+                for _ in range(shape.num_layers)
+            ]
+            for dim in (shape.key_dim, shape.value_dim)
+        )
+
+    def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.keys[layer], self.values[layer]
+
+    def rows(self, slots: Tensor) -> list[Tensor]:
+        return [pool[slots] for pool in (*self.keys, *self.values)]
+
+    def empty(self, slots: Tensor) -> bool:
+        return all(bool((rows == EMPTY).all()) for rows in self.rows(slots))
+
+    def check(self, layer: int, slots: Tensor, expected: Sequence[Tensor]) -> None:
+        """Slots hold this, but for a rounding or two, and no others were touched."""
+        for pool, rows in zip(self(layer), expected, strict=True):
+            slack = 2 * torch.finfo(pool.dtype).eps * float(rows.abs().max())
+            assert (pool[slots].float() - rows).abs().max() <= slack + 1e-5
+            others = torch.ones(len(pool), dtype=torch.bool)
+            others[slots] = False
+            assert (pool[others] == EMPTY).all()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +71,35 @@ class LoadedLayer:
     keys: Tensor
     values: Tensor
     selected: Tensor
+
+
+def dense_weights(
+    queries: Tensor,
+    keys: Tensor,
+    scaling: float,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+) -> np.ndarray:
+    """Of attention, as the definition says: float64 [n, Hq, m], of one query and head at a time."""
+    q, k = (tensor.double().cpu().numpy() for tensor in (queries, keys))
+    weights = np.zeros((*q.shape[:2], len(k)))
+    for i, head in np.ndindex(*q.shape[:2]):
+        position = len(k) - len(q) + i
+        first = 0 if window is None else max(0, position - window)
+        seen = slice(first, position + 1) if causal else slice(None)
+        logits = k[seen, head * k.shape[1] // q.shape[1]] @ q[i, head] * scaling
+        exponentials = np.exp(logits - logits.max())
+        weights[i, head, seen] = exponentials / exponentials.sum()
+    return weights
+
+
+def dense_sums(
+    queries: Tensor, prefix: Tensor, resident: Tensor, new: Tensor, scaling: float
+) -> np.ndarray:
+    """Of the columns of the prefix, float64 [Hq, m]."""
+    weights = dense_weights(queries, torch.cat([resident, prefix, new]), scaling).sum(0)
+    return weights[:, len(resident) : len(resident) + len(prefix)]
 
 
 def read_rows(
@@ -88,17 +148,14 @@ def request_of(
 
 def load_layer(request: StoredRequest, layer: int, asking: Asking) -> LoadedLayer:
     """What a request gets of a layer; nothing but its slots may change."""
-    shape = request.shape
-    size = len(request.resident_slots) + request.k + SPARE
-    keys, values = (
-        torch.full((size, shape.num_kv_heads, dim), float("nan"), dtype=shape.dtype)
-        for dim in (shape.key_dim, shape.value_dim)
-    )
-    keys[request.resident_slots] = asking.resident_keys
-    before = keys.clone(), values.clone()
+    slots, resident = request.slots, request.resident_slots
+    everything = torch.arange(len(resident) + request.k + SPARE)
+    pools = Pools(request.shape, len(everything))
+    keys, values = pools(layer)
+    keys[resident] = asking.resident_keys
     selected = request.load(layer, asking.queries, asking.new_keys, asking.scaling, keys, values)
-    loaded = LoadedLayer(keys[request.slots], values[request.slots], selected)
-    for pool, was in zip((keys, values), before, strict=True):
-        pool[request.slots] = was[request.slots]
-        assert torch.equal(pool.nan_to_num(7.0), was.nan_to_num(7.0))
+    loaded = LoadedLayer(keys[slots], values[slots], selected)
+    assert torch.equal(keys[resident], asking.resident_keys)
+    keys[resident] = keys[slots] = values[slots] = EMPTY
+    assert pools.empty(everything)
     return loaded

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from impress_sglang.codes.coding import Rows
 from impress_sglang.paper.history import TokenHistory
 from impress_sglang.paper.source import PartSource
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import Column, KVShape
 from impress_sglang.storage.reader import BlockReader
-from impress_sglang.storage.segment import MappingLists
-from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import ImportanceScore, LeastFrequentlyUsed, LeastRecentlyUsed
 from impress_sglang.transfer.buffers import BufferPool
-from impress_sglang.transfer.sources import OpenSpan, ReadStats
+from impress_sglang.transfer.codecs import plain_codec
+from impress_sglang.transfer.filling import fill
+from impress_sglang.transfer.sources import OpenSpan, StoredSource, WholeSource
+from tests.unit import codes_factory
 from tests.unit import kv_factory as kv
-from tests.unit.reading import read_rows
+from tests.unit.kv_factory import BLOCK
+from tests.unit.reading import Pools, read_rows
 from tests.unit.store_checks import check_placement
 
-BLOCK = 4096
 CUT_ROWS = kv.make_shape(query_heads=3, kv_heads=3, key_dim=128, value_dim=160, probe=(1,))
 # Tiny heads leave most of a chunk's stride to padding; the large ones fill it exactly, or have
 # several blocks to a chunk whose ends cut through rows, or several blocks to a row.
@@ -36,23 +40,22 @@ SHAPES = {
     "tiny-float16": kv.make_shape(
         query_heads=4, kv_heads=2, key_dim=1, value_dim=3, dtype=torch.float16, probe=(1,)
     ),
-    "full-stride-bfloat16": kv.make_shape(
-        query_heads=8, kv_heads=2, key_dim=256, value_dim=256, dtype=torch.bfloat16, probe=(0,)
+    "full-stride": kv.make_shape(
+        query_heads=8, kv_heads=2, key_dim=256, value_dim=256, dtype=torch.bfloat16
     ),
-    "cut-rows-float32": CUT_ROWS,
-    "long-rows-float32": kv.make_shape(query_heads=2, key_dim=500, value_dim=1500),
-    "mqa-no-other-keys": kv.make_shape(query_heads=4, kv_heads=1, key_dim=32, probe=(0,)),
+    "cut-rows": CUT_ROWS,
+    "long-rows": kv.make_shape(query_heads=2, key_dim=500, value_dim=1500),
+    "mqa-no-other-keys": kv.make_shape(query_heads=4, kv_heads=1, key_dim=32),
     "all-probed-float16": kv.make_shape(kv_heads=2, dtype=torch.float16, probe=(0, 1)),
-    "no-probe-float32": kv.make_shape(key_dim=16, probe=()),
-    "no-probe-bfloat16": kv.make_shape(key_dim=16, dtype=torch.bfloat16, probe=()),
-    "no-probe-cut-rows": dataclasses.replace(CUT_ROWS, probe_kv_heads=()),
-    "no-probe-long-rows": kv.make_shape(
-        query_heads=2, key_dim=1000, value_dim=1500, dtype=torch.float16, probe=()
-    ),
-    "no-probe-full-stride": kv.make_shape(
-        query_heads=8, key_dim=256, value_dim=256, dtype=torch.bfloat16, probe=()
-    ),
 }
+# And without a probe column.
+SHAPES |= {
+    f"no-probe-{name}": dataclasses.replace(SHAPES[name], probe_kv_heads=())
+    for name in ("gqa-float32", "mha-bfloat16", "full-stride", "cut-rows", "long-rows")
+}
+CODED = kv.make_shape(
+    layers=3, query_heads=6, kv_heads=2, key_dim=64, value_dim=32, probe=(), coded=True, raw=1
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,19 +63,19 @@ class Part:
     """Tokens [start, stop) of a segment of `num_tokens` tokens."""
 
     num_tokens: int
-    chunk_tokens: int
-    start: int
-    stop: int
+    start: int = 0
+    stop: int | None = None
+    chunk_tokens: int = 8
 
 
 # Starts and stops inside chunks and at their edges, the last, short chunk, a single token, and
 # segments of another chunk size.
 SEVERAL = (
-    Part(40, 8, 0, 21),
-    Part(33, 8, 5, 33),
-    Part(64, 16, 17, 18),
-    Part(24, 24, 0, 24),
-    Part(50, 8, 47, 50),
+    Part(40, stop=21),
+    Part(33, start=5),
+    Part(64, 17, 18, chunk_tokens=16),
+    Part(24, chunk_tokens=24),
+    Part(50, start=47),
 )
 
 RULES = {
@@ -87,87 +90,93 @@ KINDS = ("probe", "keys", "values")
 KVS = ("keys", "values")
 
 
-class Case:
-    """A source, the KVs that it must give, and what each read must cost.
+class Case(abc.ABC):
+    """Parts of segments, their KVs, and the source of one request after another.
 
-    Each check is a request of its own, with a source of its own, on the caches that the one before
-    has left.
+    Each request finds the caches as the one before has left them.
     """
 
-    def __init__(self, shape: KVShape, parts: Sequence[Part], keys: Tensor, values: Tensor) -> None:
-        self.shape, self.parts, self.keys, self.values = shape, parts, keys, values
-        self.kv_columns = kv.kv_of(shape)
-        self.num_tokens = keys.shape[1]
-        self.source: PartSource
-        self.histories: list[TokenHistory] = []
-        self.reader: BlockReader
-        self.pool = BufferPool(16 << 20)
-        self.cache: ChunkCache | None = None
-        self.spans: list[OpenSpan] = []
-        self.mappings: list[MappingLists | None] = [None] * len(parts)
-        self.paths: list[Path] = []
-        self._finished = ReadStats()
+    source: StoredSource
 
-    @property
-    def stats(self) -> ReadStats:
-        """What all sources so far have read, without times."""
-        stats = dataclasses.replace(self._finished)
-        stats.add(self.source.stats)
-        return dataclasses.replace(stats, wait_ms=0.0)
-
-    def request(self, *, whole: bool = False) -> None:
-        """Another request begins: the source of the one before is closed."""
-        assert self.cache is not None
-        self.finish()
-        self.cache.placement.advance()
-        self.source = self.make_source(whole=whole)
-
-    def make_source(self, *, whole: bool = False) -> PartSource:
-        assert self.cache is not None
-        parts = self.spans, self.histories, self.pool, self.cache
-        return PartSource(*parts, whole=whole)
-
-    def finish(self) -> None:
-        self.source.close()
-        self._finished.add(self.source.stats)
+    def __init__(
+        self,
+        folder: Path,
+        parts: Sequence[Part],
+        reader: BlockReader,
+        shape: KVShape,
+        *,
+        codes: bool = False,
+        reordered: bool = False,
+        direct: bool = False,
+        **cache: Any,
+    ) -> None:
+        self.shape, self.parts = shape, parts
+        self.pool, self.cache = BufferPool(64 << 20), kv.make_cache(shape, **cache)
+        self._reader, self._options = reader, dict[str, Any](direct=direct, codes=codes)
+        # Of whole segments.
+        self.kvs, self.mappings, self.paths = [], [], []
+        for number, part in enumerate(parts):
+            info = kv.make_info(
+                shape,
+                range(part.num_tokens),
+                chunk_tokens=part.chunk_tokens,
+                segment_id=f"segment{number}",
+                generation=int(reordered),
+            )
+            kvs = kv.random_kvs(shape, part.num_tokens, seed=number)
+            mapping = kv.random_mapping(info, number) if reordered else None
+            self.paths.append(kv.write_kvs(folder, info, *kvs, direct=direct, mapping=mapping))
+            self.kvs.append(kvs)
+            self.mappings.append(mapping)
+        self.spans = [self._span(number) for number in range(len(parts))]
+        self.num_tokens = sum(len(tokens) for _, tokens, _ in self.spans)
         self.source = self.make_source()
 
-    def kind_columns(self, kind: str) -> list[Column]:
-        if kind == "probe":
-            return [kv.PROBE]
-        return [s for s in self.kv_columns if kv.holds_values(self.shape, s) == (kind == "values")]
+    def _span(self, number: int) -> OpenSpan:
+        part, path = self.parts[number], self.paths[number]
+        place = self.cache, self._reader, part.start, part.stop
+        return kv.open_span(path, *place, **self._options)
+
+    @abc.abstractmethod
+    def make_source(self) -> StoredSource:
+        """For another request."""
+
+    def request(self) -> None:
+        """Another request begins: the source of the one before is closed."""
+        self.source.close()
+        self.cache.placement.advance()
+        self.source = self.make_source()
+
+    def close(self) -> None:
+        self.source.close()
+        for segment, _, _ in self.spans:
+            segment.close()
+
+
+class PartCase(Case):
+    """Of rows in columns, and what reading them must cost."""
+
+    source: PartSource
+
+    def make_source(self, *, whole: bool = False) -> PartSource:
+        self.histories = [self._history(span) for span in self.spans]
+        return PartSource(self.spans, self.histories, self.pool, self.cache, whole=whole)
+
+    def _history(self, span: OpenSpan) -> TokenHistory:
+        sizes = self.shape.num_layers, kv.head_groups_of(self.shape), span[0].info.num_tokens
+        return TokenHistory(*sizes, by_importance=True)
 
     def expected(self, layer: int, kind: str, tokens: Tensor | None = None) -> Tensor:
         """Rows as any source must give them, head by head; of the probe column all rows."""
-        whole = self.values[layer] if kind == "values" else self.keys[layer]
-        everything = torch.arange(self.num_tokens)
-        columns = []
-        for column in self.kind_columns(kind):
-            picked = everything
-            if tokens is not None and kind != "probe":
-                picked = tokens[kv.head_group_of(self.shape, column)]
-            columns += [whole[picked, head] for head in kv.heads_of(self.shape, column)]
-        if not columns:
-            count = self.num_tokens if tokens is None else tokens.shape[1]
-            return whole.new_empty(count, 0, whole.shape[2])
-        return torch.stack(columns, 1)
-
-    def read(
-        self, layer: int, kinds: Collection[str] = KINDS, tokens: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """All of the probe column, if it is among the kinds, and these tokens of the others."""
-        found = {}
-        if "probe" in self._there(kinds):
-            found["probe"] = self.source.read_probe(layer)
-        keys, values = "keys" in kinds, "values" in kinds
-        if keys or values:
-            rows = read_rows(self.source, layer, tokens, keys=keys, values=values)
-            found |= {kind: kvs for kind, kvs in zip(KVS, rows, strict=True) if kvs is not None}
-        return found
-
-    def _there(self, kinds: Collection[str]) -> set[str]:
-        """What can be asked for: a probe column without heads cannot."""
-        return set(kinds) - (set() if self.shape.probe_kv_heads else {"probe"})
+        shape, side = self.shape, int(kind == "values")
+        spans = zip(self.kvs, self.spans, strict=True)
+        whole = torch.cat([kvs[side][layer, span.start : span.stop] for kvs, (_, span, _) in spans])
+        probe, everyone = list(shape.probe_kv_heads), range(shape.num_kv_heads)
+        others = [head for head in everyone if head not in probe]
+        heads = {"probe": probe, "keys": others, "values": [*everyone]}[kind]
+        if tokens is None or kind == "probe":
+            tokens = torch.arange(self.num_tokens)[None]
+        return whole[tokens.expand(shape.num_kv_heads, -1)[heads].T, heads]
 
     def check(
         self, layer: int, kinds: Collection[str] = KINDS, tokens: Tensor | None = None
@@ -179,151 +188,100 @@ class Case:
     def check_more(
         self, layer: int, kinds: Collection[str] = KINDS, tokens: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Read in the request that is under way; what it gave."""
-        found = self.read(layer, kinds, tokens)
-        assert set(found) == self._there(kinds)
-        for kind, rows in found.items():
-            self.check_rows(rows, layer, kind, tokens)
-        if self.cache is not None:
-            check_placement(self.cache.placement)
+        """Read in the request that is under way: all of the probe column, if it is among the kinds,
+        and these tokens of the others; what it gave."""
+        found = {}
+        if "probe" in kinds and self.shape.probe_kv_heads:
+            found["probe"] = self.source.read_probe(layer)
+        wanted = {kind: kind in kinds for kind in KVS}
+        if any(wanted.values()):
+            rows = read_rows(self.source, layer, tokens, **wanted)
+            found |= {kind: kvs for kind, kvs in zip(KVS, rows, strict=True) if kvs is not None}
+            assert all(kind in found for kind in KVS if wanted[kind])
+        self.check_rows(found, layer, tokens)
+        check_placement(self.cache.placement)
         return found
 
-    def check_rows(self, rows: Tensor, layer: int, kind: str, tokens: Tensor | None = None) -> None:
-        expected = self.expected(layer, kind, tokens)
-        assert rows.dtype == self.shape.dtype
-        assert rows.device.type == "cpu"
-        assert rows.shape == expected.shape
-        assert torch.equal(rows, expected), kind
+    def check_rows(
+        self, found: dict[str, Tensor], layer: int, tokens: Tensor | None = None
+    ) -> None:
+        for kind, rows in found.items():
+            assert rows.dtype == self.shape.dtype
+            assert torch.equal(rows, self.expected(layer, kind, tokens)), kind
 
-    def rows(self, layer: int, column: Column, tokens: Tensor | None) -> list[tuple[int, int]]:
-        """(part, row on disk) of each token; of the probe column all rows, in logical order."""
-        picked = range(self.num_tokens)
-        if tokens is not None and column != kv.PROBE:
-            picked = tokens[kv.head_group_of(self.shape, column)].tolist()
-        places = [
-            (number, token)
-            for number, part in enumerate(self.parts)
-            for token in range(part.start, part.stop)
+    def check_everything(self) -> None:
+        for layer in range(self.shape.num_layers):
+            self.check(layer)
+
+    def _rows(self, layer: int, column: Column, tokens: Tensor | None) -> list[tuple[int, int]]:
+        """(part, row on disk) of each wanted token; of the probe column, all are."""
+        places = [(number, t) for number, (_, span, _) in enumerate(self.spans) for t in span]
+        if column == kv.PROBE:
+            return places
+        head_group = kv.head_group_of(self.shape, column)
+        if tokens is not None:
+            places = [places[token] for token in tokens[head_group].tolist()]
+        return [
+            (number, token if mapping is None else int(mapping[layer, head_group, token]))
+            for number, token in places
+            for mapping in [self.mappings[number]]
         ]
-        rows = []
-        for number, token in (places[t] for t in picked):
-            mapping = self.mappings[number]
-            if column == kv.PROBE or mapping is None:
-                rows.append((number, token))
-            else:
-                head_group = kv.head_group_of(self.shape, column)
-                rows.append((number, int(mapping[layer][head_group][token])))
-        return sorted(set(rows)) if column == kv.PROBE else rows
 
     def blocks(
-        self, layer: int, column: Column, tokens: Tensor | None = None
-    ) -> set[tuple[int, int, int]]:
-        """(part, chunk, block) that hold a byte of a wanted row."""
-        size, found = kv.row_size(self.shape, column), set()
-        for number, row in self.rows(layer, column, tokens) if size else ():
-            chunk, place = divmod(row, self.parts[number].chunk_tokens)
-            last = (place * size + size - 1) // BLOCK
-            found |= {(number, chunk, block) for block in range(place * size // BLOCK, last + 1)}
-        return found
-
-    def block_bytes(
         self, layer: int, kinds: Collection[str] = KINDS, tokens: Tensor | None = None
     ) -> int:
-        """Bytes of all blocks that hold a byte of a wanted row."""
-        columns = [column for kind in kinds for column in self.kind_columns(kind)]
-        return BLOCK * sum(len(self.blocks(layer, column, tokens)) for column in columns)
+        """How many hold a byte of a wanted row."""
+        found = set()
+        for column in kv.columns_of(self.shape, *kinds):
+            size = kv.row_size(self.shape, column)
+            for number, row in self._rows(layer, column, tokens) if size else ():
+                chunk, place = divmod(row, self.parts[number].chunk_tokens)
+                last = (place * size + size - 1) // BLOCK
+                blocks = range(place * size // BLOCK, last + 1)
+                found |= {(number, column, chunk, block) for block in blocks}
+        return len(found)
 
     def reopen(self) -> None:
         """Give the ids of the chunks back, and take them in another order."""
-        assert self.cache is not None
         self.close()
         for segment, _, base in self.spans:
             self.cache.placement.detach(base, segment.layout.first_chunks[False][-1])
         check_placement(self.cache.placement)
-        again = [
-            kv.open_span(path, self.cache, self.reader, part.start, part.stop)
-            for path, part in zip(reversed(self.paths), reversed(self.parts), strict=True)
-        ]
-        self.spans = again[::-1]
+        for number in reversed(range(len(self.parts))):
+            self.spans[number] = self._span(number)
         self.source = self.make_source()
-
-    def close(self) -> None:
-        self.finish()
-        for segment, _, _ in self.spans:
-            segment.close()
-
-
-def open_case(
-    directory: Path,
-    shape: KVShape,
-    parts: Sequence[Part],
-    reader: BlockReader,
-    *,
-    cache: ChunkCache | None = None,
-    reordered: bool = False,
-    direct: bool = False,
-) -> Case:
-    cache = cache or kv.make_cache(shape)
-    spans, keys, values, paths, mappings = [], [], [], [], []
-    for number, part in enumerate(parts):
-        info = kv.make_info(
-            shape,
-            range(part.num_tokens),
-            chunk_tokens=part.chunk_tokens,
-            segment_id=f"segment{number}",
-            generation=int(reordered),
-        )
-        own_keys, own_values = kv.random_kvs(shape, part.num_tokens, seed=number)
-        mappings.append(kv.random_mapping(info, number) if reordered else None)
-        paths.append(
-            kv.write_kvs(directory, info, own_keys, own_values, direct=direct, mapping=mappings[-1])
-        )
-        place = part.start, part.stop
-        spans.append(kv.open_span(paths[-1], cache, reader, *place, direct=direct))
-        keys.append(own_keys[:, part.start : part.stop])
-        values.append(own_values[:, part.start : part.stop])
-    case = Case(shape, parts, torch.cat(keys, 1), torch.cat(values, 1))
-    case.paths, case.spans, case.mappings, case.cache = paths, spans, mappings, cache
-    case.reader = reader
-    case.histories = [history_of(span, by_importance=True) for span in spans]
-    case.source = case.make_source()
-    return case
 
 
 def draw_case(
-    data: st.DataObject, directory: Path, reader: BlockReader, *, most_chunks: int = 8
-) -> Case:
+    data: st.DataObject,
+    folder: Path,
+    reader: BlockReader,
+    *,
+    pages: Sequence[int] = (0, 1, 3, 10, 40),
+) -> PartCase:
     """Any shape, parts of segments, caches and order; few or many rows are expected."""
-    shape = SHAPES[data.draw(st.sampled_from(sorted(SHAPES)))]
     parts = []
     for _ in range(data.draw(st.integers(1, 3))):
         num_tokens = data.draw(st.integers(1, 60))
         start = data.draw(st.integers(0, num_tokens - 1))
         stop = data.draw(st.integers(start + 1, num_tokens))
-        parts.append(Part(num_tokens, 8 * data.draw(st.integers(1, 3)), start, stop))
+        parts.append(Part(num_tokens, start, stop, 8 * data.draw(st.integers(1, 3))))
     # With pages of 8 tokens the chunks of longer segments do not fit, and are never cached.
-    cache = kv.make_cache(
-        shape,
-        device_chunks=data.draw(st.integers(0, most_chunks)),
-        host_chunks=data.draw(st.integers(0, most_chunks)),
+    return PartCase(
+        folder,
+        parts,
+        reader,
+        SHAPES[data.draw(st.sampled_from(sorted(SHAPES)))],
+        reordered=data.draw(st.booleans()),
+        direct=data.draw(st.booleans()) and FileSystem().supports_direct_io(folder),
+        device_pages=data.draw(st.sampled_from(pages)),
+        host_pages=data.draw(st.sampled_from(pages)),
         chunk_tokens=data.draw(st.sampled_from([8, 16, 24])),
         rule=RULES[data.draw(st.sampled_from(sorted(RULES)))](),
     )
-    direct = data.draw(st.booleans()) and FileSystem().supports_direct_io(directory)
-    reordered = data.draw(st.booleans())
-    return open_case(
-        directory, shape, parts, reader, cache=cache, reordered=reordered, direct=direct
-    )
 
 
-def history_of(span: OpenSpan, *, by_importance: bool = False) -> TokenHistory:
-    """Nothing is known of any token of a segment."""
-    info = span[0].info
-    sizes = info.shape.num_layers, kv.head_groups_of(info.shape), info.num_tokens
-    return TokenHistory(*sizes, by_importance=by_importance)
-
-
-def random_tokens(case: Case, count: int, seed: int) -> Tensor:
+def random_tokens(case: PartCase, count: int, seed: int) -> Tensor:
     """[head groups, count], ascending in each head group, other ones in each."""
     generator = torch.Generator().manual_seed(seed)
     head_groups = range(kv.head_groups_of(case.shape))
@@ -331,36 +289,55 @@ def random_tokens(case: Case, count: int, seed: int) -> Tensor:
     return torch.stack(picked).sort(1).values
 
 
-def same_tokens(case: Case, tokens: Sequence[int]) -> Tensor:
-    """[head groups, k], the same in each head group."""
-    return torch.tensor(list(tokens), dtype=torch.int64).expand(kv.head_groups_of(case.shape), -1)
+class CodedCase(Case):
+    """Of codes or whole columns, and slots that they are restored into."""
 
+    source: WholeSource
 
-def poison(case: Case) -> None:
-    """Fill the memory that reads land in with NaN of every floating-point type."""
-    memory = case.pool.take(case.source.layer_bytes, lambda: None)
-    assert memory is not None
-    memory.view[:] = b"\xff" * len(memory)
-    case.pool.give(memory, [])
+    def __init__(
+        self,
+        folder: Path,
+        parts: Sequence[Part],
+        reader: BlockReader,
+        shape: KVShape = CODED,
+        *,
+        codes: bool = True,
+        **cache: Any,
+    ) -> None:
+        self.codes = codes
+        super().__init__(folder, parts, reader, shape, codes=codes, **cache)
+        layers = range(shape.num_layers)
+        self._rows = [[self._restored(layer, kvs) for layer in layers] for kvs in self.kvs]
+        self.slots = torch.randperm(self.num_tokens + 5)[: self.num_tokens]
+        self.pools = Pools(shape, self.num_tokens + 5)
 
+    def make_source(self) -> WholeSource:
+        return self.open(self.spans)
 
-def check_everything(case: Case) -> None:
-    for layer in range(case.shape.num_layers):
-        case.check(layer)
+    def open(self, spans: Sequence[OpenSpan]) -> WholeSource:
+        """A source over spans of the case."""
+        return WholeSource(spans, self.pool, self.cache, codes=self.codes)
 
+    def load(self, layer: int, *, kernels: bool = False) -> None:
+        """The request under way loads a layer into its slots."""
+        codec, rows = plain_codec(self.shape, kernels=kernels), Rows(*self.pools(layer), self.slots)
+        fill(layer, self.source, self.source.read(layer), rows, codec)
 
-def all_chunks(shape: KVShape, part: Part, path: Path) -> Iterator[tuple[int, Column, int, int]]:
-    """(layer, column, chunk, offset) of every chunk, found from sizes alone."""
-    sizes = {
-        (column, chunk): kv.chunk_disk_bytes(
-            shape, column, part.chunk_tokens, part.num_tokens, chunk
-        )
-        for column in kv.columns_of(shape)
-        for chunk in range(-(-part.num_tokens // part.chunk_tokens))
-    }
-    offset = path.stat().st_size - shape.num_layers * sum(sizes.values())
-    for layer in range(shape.num_layers):
-        for (column, chunk), size in sizes.items():
-            if size:
-                yield layer, column, chunk, offset
-            offset += size
+    def _restored(self, layer: int, kvs: tuple[Tensor, Tensor]) -> list[Tensor]:
+        rows = [whole[layer] for whole in kvs]
+        in_codes = self.codes and layer < self.shape.first_raw
+        rate = int(self.shape.code_bits)
+        return codes_factory.in_codes(rows, rate) if in_codes else [exact.float() for exact in rows]
+
+    def expected(self, layer: int, spans: Sequence[OpenSpan]) -> list[Tensor]:
+        """Keys and values [m, G, D] of the tokens of some spans."""
+        found: list[list[Tensor]] = [[], []]
+        for segment, tokens, _ in spans:
+            number = int(segment.segment_id.removeprefix("segment"))
+            for parts, rows in zip(found, self._rows[number][layer], strict=True):
+                parts.append(rows[tokens.start : tokens.stop])
+        return [torch.cat(parts) for parts in found]
+
+    def check(self, layer: int) -> None:
+        """The slots hold what codes say, and no others were touched."""
+        self.pools.check(layer, self.slots, self.expected(layer, self.spans))

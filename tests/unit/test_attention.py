@@ -5,46 +5,13 @@ Keys that are moved are those that the model would have computed at their new pl
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.plugin.rectangular import rectangular_attention
-
-
-def dense_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool, window: int | None
-) -> np.ndarray:
-    """One query and one head at a time, as the definition says."""
-    q, k, v = (t.double().numpy() for t in (queries, keys, values))
-    group = q.shape[1] // k.shape[1]
-    output = np.zeros((*q.shape[:2], v.shape[2]))
-    for i in range(len(q)):
-        position = len(k) - len(q) + i
-        first = 0 if window is None else max(0, position - window)
-        seen = slice(first, position + 1) if causal else slice(0, len(k))
-        for head in range(q.shape[1]):
-            logits = k[seen, head // group] @ q[i, head] * scaling
-            weights = np.exp(logits - logits.max())
-            output[i, head] = weights @ v[seen, head // group] / weights.sum()
-    return output
-
-
-def inputs(n: int, kv: int, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-
-    def make(rows: int, count: int, dim: int) -> Tensor:
-        return torch.randn(rows, count, dim, generator=generator)
-
-    return make(n, heads, 16), make(kv, key_heads, 16), make(kv, key_heads, 24)
-
-
-def check(found: Tensor, expected: np.ndarray) -> None:
-    assert found.shape == expected.shape
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-5)
-
+from tests.unit.reading import dense_weights
 
 SIZES = [(1, 1), (1, 9), (5, 5), (5, 6), (3, 40), (32, 33)]
 
@@ -58,11 +25,17 @@ def test_equals_the_dense_reference(
     n: int, kv: int, heads: int, key_heads: int, causal: bool, window: int | None
 ) -> None:
     """A window hides what is further back."""
-    tensors = inputs(n, kv, heads, key_heads)
+    queries, keys, values = (
+        torch.randn(size) for size in ((n, heads, 16), (kv, key_heads, 16), (kv, key_heads, 24))
+    )
+    seen = {"causal": causal, "window": window}
 
-    found = rectangular_attention(*tensors, scaling=0.3, causal=causal, window=window)
+    found = rectangular_attention(queries, keys, values, scaling=0.3, **seen)
 
-    check(found, dense_attention(*tensors, 0.3, causal, window))
+    weights = torch.from_numpy(dense_weights(queries, keys, 0.3, **seen))
+    of_heads = values.double().repeat_interleave(heads // key_heads, 1)
+    right = torch.einsum("nhm,mhd->nhd", weights, of_heads).float()
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
 
 
 POSITIONS = 4096

@@ -28,7 +28,7 @@ from impress_sglang.transfer.basis_codec import MAX_MISFIT, BasisCodec, shape_by
 from impress_sglang.transfer.sources import Piece
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
-from tests.unit.basis_factory import codec_for, decode_layer
+from tests.unit.codes_factory import codec_for, decode_layer
 from tests.unit.load_desk import Desk, Make, desks_in
 from tests.unit.store_factory import look_up, prompt
 
@@ -57,14 +57,13 @@ def load(desk: Desk, tokens: Sequence[int], kv_class: KVClass = FEW, start: int 
     return desk.load(tokens, kv_class, start)
 
 
-def rows_of(desk: Desk, job: LoadJob) -> list[tuple[Tensor, Tensor]]:
+def rows_of(desk: Desk, job: LoadJob) -> Iterator[tuple[Tensor, Tensor]]:
     """Keys and values of a job's tokens in each layer; nothing else was touched."""
     assert job.state is JobState.LOADED and job.target is not None
     assert desk.pools.empty(desk.free)
-    return [
-        (k[job.target], v[job.target])
-        for k, v in zip(desk.pools.keys, desk.pools.values, strict=True)
-    ]
+    for layer in range(SHAPE.num_layers):
+        keys, values = desk.pools(layer)
+        yield keys[job.target], values[job.target]
 
 
 def offer(desk: Desk, tokens: Sequence[int], **options: Any) -> None:
@@ -73,35 +72,33 @@ def offer(desk: Desk, tokens: Sequence[int], **options: Any) -> None:
     desk.store.writes.drain()
 
 
-def exact(tokens: Sequence[int], shape: KVShape = SHAPE) -> list[tuple[Tensor, Tensor]]:
-    kvs = kv.SequenceKVs(shape, "", tuple(tokens))
-    return [(kvs.keys(layer), kvs.values(layer)) for layer in range(shape.num_layers)]
+def exact(tokens: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    kvs = kv.SequenceKVs(SHAPE, "", tuple(tokens))
+    return [(kvs.keys(layer), kvs.values(layer)) for layer in range(SHAPE.num_layers)]
 
 
-def expected(tokens: Sequence[int], codec: BasisCodec = CODEC) -> list[tuple[Tensor, Tensor]]:
+def expected(tokens: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
     """What the tokens are restored to, by the oracle, however they are cut into segments."""
     places, none = torch.arange(len(tokens)), torch.zeros(len(tokens), dtype=torch.int64)
-    below, found = None, []
-    for layer, (keys, values) in enumerate(exact(tokens)):
-        unturned = codec.rotation.move(keys, codec.rotation.turns(places, none))
-        rows, _ = encode_layer(codec.basis, layer, below, (unturned, values))
-        below = decode_layer(codec.basis, layer, below, rows)
-        own_keys, own_values = kvs_of(codec.basis, layer, below)
-        restored = codec.rotation.move(own_keys, codec.rotation.turns(none, places)), own_values
-        for rounded, whole in zip(restored, (keys, values), strict=True):
+    basis, rotation, below = CODEC.basis, CODEC.rotation, None
+    for layer, kvs in enumerate(exact(tokens)):
+        unturned = rotation.move(kvs[0], rotation.turns(places, none)), kvs[1]
+        below = decode_layer(basis, layer, below, encode_layer(basis, layer, below, unturned)[0])
+        keys, values = kvs_of(basis, layer, below)
+        restored = rotation.move(keys, rotation.turns(none, places)), values
+        for rounded, whole in zip(restored, kvs, strict=True):
             rounded[:SINK_TOKENS] = whole[:SINK_TOKENS]
-        found.append(restored)
-    return found
+        yield restored
 
 
-def check(
-    found: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[tuple[Tensor, Tensor]], start: int
-) -> None:
-    """Equal but for few codes that rounding has moved to a neighbour."""
-    for of_layer, other in zip(found, wanted, strict=True):
+def check(desk: Desk, tokens: Sequence[int], start: int = 0) -> LoadJob:
+    """A load gives this, but for few codes that rounding has moved to a neighbour."""
+    job = load(desk, tokens, start=start)
+    for of_layer, other in zip(rows_of(desk, job), expected(tokens), strict=True):
         for rows, right in zip(of_layer, other, strict=True):
             scale = right.abs().max()
             assert ((rows - right[start:]).abs() > 0.02 * scale).float().mean() < 0.01
+    return job
 
 
 @pytest.mark.parametrize("shape", [SHAPE, ALONE])
@@ -114,9 +111,7 @@ def test_slots_get_what_the_basis_says(
     desk.put(FIRST, SECOND, LONG)
     for _ in range(2):
         for tokens, start in ((FIRST, 0), (SECOND, 0), (SECOND, 3), (SECOND, 95), (LONG, 1201)):
-            job = load(desk, tokens, start=start)
-            check(rows_of(desk, job), expected(tokens), start)
-            assert job.bits == 4.0
+            assert check(desk, tokens, start).bits == 4.0
 
 
 @pytest.mark.parametrize(
@@ -171,8 +166,8 @@ def test_what_is_unlike_the_calibration_is_loaded_exactly(make: Make, layer: int
     assert fits.argmax() == layer and fits[layer] > MAX_MISFIT
     assert (np.delete(fits, [layer, min(layer + 1, 2)]) < 1.5).all()
     job = load(desk, FIRST)
-    kvs, right = rows_of(desk, job)[layer], exact(FIRST)[layer]
-    assert torch.equal(kvs[0], right[0] * 6.0) and torch.equal(kvs[1], right[1] * 6.0)
+    for kvs, right in zip([*rows_of(desk, job)][layer], exact(FIRST)[layer], strict=True):
+        assert torch.equal(kvs, right * 6.0)
     assert job.bits == 16.0
 
 
@@ -188,7 +183,7 @@ def test_what_is_unlike_the_calibration_is_not_stored_as_codes_alone(
     assert desk.bench.offer(desk.store, LONG, read_layers=unlike) is StoreOutcome.NOT_CODABLE
     for other in (LONG[:1400], (*LONG[:1400], *prompt(4, 100))):
         desk.put(other)
-        check(rows_of(desk, load(desk, other)), expected(other), 0)
+        check(desk, other)
 
 
 def test_codes_alone_take_the_bytes_of_rows(make: Make) -> None:

@@ -28,10 +28,10 @@ from impress_sglang.store.policies import LoadOptions, make_policy
 from impress_sglang.transfer.basis_codec import shape_by
 from impress_sglang.transfer.sources import WholeSource
 from tests.unit import load_desk
-from tests.unit.basis_factory import codec_for
-from tests.unit.coded_factory import EMPTY, rounded
+from tests.unit.codes_factory import codec_for, rounded
 from tests.unit.kv_factory import SequenceKVs, as_tokens, make_shape
 from tests.unit.load_desk import desks_in
+from tests.unit.reading import EMPTY
 from tests.unit.store_checks import check_content
 from tests.unit.store_factory import look_again, lose, make_config
 

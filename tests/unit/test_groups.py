@@ -15,7 +15,6 @@ from torch import Tensor
 from impress_sglang.codes.groups.codec import (
     CODE_BITS,
     GROUP_TOKENS,
-    Codes,
     GroupLayout,
     code_keys,
     code_values,
@@ -31,7 +30,7 @@ from impress_sglang.loops import groups as loops
 from impress_sglang.storage.directory import CODING
 from impress_sglang.storage.layout import Pages
 from impress_sglang.transfer import codecs
-from tests.unit.coded_factory import check_pool, restore
+from tests.unit.codes_factory import check_groups, of_elements, random_kv, restore
 from tests.unit.kv_factory import make_shape
 from tests.unit.store_factory import Workbench
 from tests.unit.waiting import calls_of
@@ -40,23 +39,6 @@ COUNTS = [1, 2, GROUP_TOKENS - 1, GROUP_TOKENS, GROUP_TOKENS + 1, 3 * GROUP_TOKE
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KINDS = {"keys": code_keys, "values": code_values}
 RATES = [5, 6]
-
-
-def random_kv(num_tokens: int, heads: int = 2, dim: int = 8, seed: int = 1) -> Tensor:
-    """Rows with an offset and a scale of their own in each channel, as keys have them."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randn(num_tokens, heads, dim, generator=generator)
-    scale = 10 ** (2 * torch.rand(heads, dim, generator=generator) - 1)
-    return rows * scale + 100 * torch.randn(heads, dim, generator=generator)
-
-
-def of_elements(codes: Codes, numbers: Tensor) -> Tensor:
-    """A number of each channel or vector for each element, float32."""
-    if not numbers.ndim:
-        return numbers.float()
-    if codes.bits.ndim:
-        return numbers.float().repeat_interleave(GROUP_TOKENS, 0)[: len(codes.codes)]
-    return numbers.float()[..., None]
 
 
 @pytest.mark.parametrize("rate", RATES)
@@ -68,11 +50,11 @@ def test_no_element_is_off_by_more_than_half_a_cell(
 ) -> None:
     exact = random_kv(count).to(dtype)
     codes = KINDS[kind](exact, rate)
-    found, bits, steps = restore(codes), of_elements(codes, codes.bits), codes.step
+    found, bits = restore(codes), of_elements(codes, codes.bits)
     assert found.shape == exact.shape and found.dtype == torch.float32
     assert bits.mean() == rate
     # Rounding to the nearest of all codes may put an element half a step beyond its cell.
-    limit = (2 ** (CODE_BITS - bits) + (bits < CODE_BITS)) * of_elements(codes, steps) / 2
+    limit = (2 ** (CODE_BITS - bits) + (bits < CODE_BITS)) * of_elements(codes, codes.step) / 2
     assert ((found - exact.float()).abs() <= limit + 1e-4).all()
 
 
@@ -82,16 +64,12 @@ def test_packages_that_may_not_import_each_other_agree_on_numbers() -> None:
 
 def brute_pairs(weight: list[float], count: int) -> list[int]:
     """How many pairs each channel gets, one pair after another."""
-    gains = [np.float32(weight), np.float32(weight) / np.float32(16)]
-    left = [(lower, channel) for lower in range(2) for channel in range(len(weight))]
+    gains = np.float32([*weight, *(np.float32(weight) / 16)])
     found = [0] * len(weight)
     for _ in range(count):
-        best = left[0]
-        for pair in left:
-            if gains[pair[0]][pair[1]] > gains[best[0]][best[1]]:
-                best = pair
-        left.remove(best)
-        found[best[1]] += 1
+        best = int(gains.argmax())
+        gains[best] = -1.0
+        found[best % len(weight)] += 1
     return found
 
 
@@ -163,35 +141,18 @@ def test_codes_are_as_long_as_the_documentation_says(rate: int, share: float) ->
     assert layout.group_bytes / (GROUP_TOKENS * 8 * 256 * 2) == pytest.approx(share, abs=1e-3)
 
 
-DIMS = [(8, 16), (64, 64), (80, 96), (128, 128), (72, 56)]
-
-
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    dims=st.sampled_from(DIMS),
+    span=st.tuples(st.integers(0, 150), st.integers(0, 150)).map(sorted),
+    dims=st.sampled_from([(8, 16), (64, 64), (80, 96), (128, 128), (72, 56)]),
     rate=st.sampled_from(RATES),
     dtype=st.sampled_from(DTYPES),
+    gap=st.integers(0, 1),
 )
-def test_slots_hold_what_codes_say_and_no_others_are_touched(
-    seed: int, dims: tuple[int, int], rate: int, dtype: torch.dtype
+def test_slots_hold_what_codes_say(
+    span: list[int], dims: tuple[int, int], rate: int, dtype: torch.dtype, gap: int
 ) -> None:
-    """Bit by bit, in float32."""
-    die = torch.Generator().manual_seed(seed)
-    start, stop = sorted(torch.randint(0, 201, (2,), generator=die).tolist())
-    kvs = [random_kv(200, 3, dim, seed=dim) for dim in dims]
-    energy = random_kv(3, 1, dims[0], seed=3)[:, 0].square()
-    groups = encode_layer(layout := GroupLayout(3, *dims, rate), *kvs, energy)
-    slots = torch.randperm(203, generator=die)[start:stop]
-    pools = [torch.zeros(203, 3, dim, dtype=dtype) for dim in dims]
-    restore_slots(layout, groups[start // 64 :], start % 64, slots, *pools)
-    coded = code_keys(kvs[0], rate, energy), code_values(kvs[1], rate)
-    for pool, codes in zip(pools, coded, strict=True):
-        right = restore(codes)[start:stop]
-        assert dtype != torch.float32 or torch.equal(pool[slots], right)
-        if len(slots):
-            check_pool(pool, slots, right, empty=0.0)
-        else:
-            assert not pool.any()
+    """Bit by bit."""
+    check_groups(restore_slots, GroupLayout(3, *dims, rate), slice(*span), dtype, gap=gap)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 64, 600, 1100])
@@ -212,7 +173,7 @@ def test_a_layer_stands_on_disk_where_its_pages_say(num_tokens: int) -> None:
 
 
 HEADS, DIM = 3, 32
-KEYS = torch.zeros(20, HEADS, DIM)
+SHAPE = torch.Size((HEADS, DIM))
 
 
 def some_queries(seed: int) -> Tensor:
@@ -220,19 +181,12 @@ def some_queries(seed: int) -> Tensor:
     return torch.randn(16, 2 * HEADS, DIM, generator=generator)
 
 
-def measured() -> QueryMeter:
-    """A meter that has seen queries of layer 0."""
+@pytest.fixture
+def meter() -> QueryMeter:
+    """It has seen queries of layer 0."""
     meter = QueryMeter()
-    meter.energy(0, KEYS.shape[1:], lambda layer: some_queries(1))
+    meter.energy(0, SHAPE, lambda layer: some_queries(1))
     return meter
-
-
-def known(meter: QueryMeter, layer: int = 0, keys: Tensor = KEYS) -> Tensor | None:
-    return meter.energy(layer, keys.shape[1:])
-
-
-def same(found: Tensor | None, right: Tensor | None) -> bool:
-    return found is not None and right is not None and torch.equal(found, right)
 
 
 def test_energy_is_the_mean_square_of_the_queries_of_a_kv_head() -> None:
@@ -245,22 +199,24 @@ def test_energy_is_the_mean_square_of_the_queries_of_a_kv_head() -> None:
     assert found.tolist() == [[2.5, 1.0, 0.0], [0.0, 0.0, 4.0]]
 
 
-def test_what_was_measured_serves_the_next_process() -> None:
-    assert not QueryMeter().has_news
-    meter, later = measured(), QueryMeter()
-    assert meter.has_news
+def test_what_was_measured_serves_the_next_process(meter: QueryMeter) -> None:
+    later, right = QueryMeter(), energy_of(some_queries(1), HEADS)
+    assert meter.has_news and not later.has_news
     later.restore(meter.dump())
     assert not meter.has_news and not later.has_news
-    assert same(known(later), known(meter))
+    for each in (meter, later):
+        assert torch.equal(each.energy(0, SHAPE), right)
     # Of other heads it says nothing.
-    assert known(later, keys=KEYS[:, :2]) is None
+    assert later.energy(0, torch.Size((2, DIM))) is None
 
 
 @pytest.mark.parametrize(
     "damage", ["empty", "cut", "flipped", "compressed", "other", "not a number"]
 )
-def test_what_is_damaged_is_measured_anew(damage: str, caplog: pytest.LogCaptureFixture) -> None:
-    meter, later = measured(), QueryMeter()
+def test_what_is_damaged_is_measured_anew(
+    damage: str, meter: QueryMeter, caplog: pytest.LogCaptureFixture
+) -> None:
+    later = QueryMeter()
     if damage == "not a number":
         meter._energies[0][1] = torch.nan
     content = bytearray(meter.dump())
@@ -271,7 +227,7 @@ def test_what_is_damaged_is_measured_anew(damage: str, caplog: pytest.LogCapture
         content[content.index(b"PK\x01\x02") + 10] ^= 64
     content = {"empty": content[:0], "cut": content[:-30], "other": b"[]"}.get(damage, content)
     later.restore(bytes(content))
-    assert known(later) is None
+    assert later.energy(0, SHAPE) is None
     if damage != "not a number":
         assert "damaged" in caplog.text and later.wants()
 
@@ -285,18 +241,17 @@ def test_a_store_codes_by_what_it_knows_of_queries(
     coded = calls_of(monkeypatch, codecs, "encode_layer")
     store = bench.open(**options)
 
-    def put(count: int, queries: Any = no_queries) -> list[Tensor | None]:
+    def put(count: int, queries: Any = no_queries) -> list[Any]:
         coded.clear()
         bench.put(store, range(count), queries=queries)
-        return [call.args[3] for call in coded]
+        return [None if (energy := call.args[3]) is None else energy.tolist() for call in coded]
 
-    right = [energy_of(some_queries(layer), HEADS) for layer in range(2)]
+    right = [energy_of(some_queries(layer), HEADS).tolist() for layer in range(2)]
     assert put(100) == [None, None]
-    assert all(map(same, put(200, some_queries), right))
-    assert all(map(same, put(300), right))
+    assert put(200, some_queries) == put(300) == right
     # Nothing is measured here, but the store has what was.
     store = bench.reopen(store, **options)
-    assert all(map(same, put(400), right))
+    assert put(400) == right
     bench.close(store)
     (kept,) = tmp_path.glob(f"*/{CODING}")
     kept.unlink()

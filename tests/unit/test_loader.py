@@ -29,8 +29,7 @@ from impress_sglang.paper.scores import (
 from impress_sglang.storage.layout import KVShape, SegmentLayout
 from tests.unit import kv_factory as kv
 from tests.unit.kv_factory import make_shape
-from tests.unit.reading import Asking, LoadedLayer, load_layer, request_of
-from tests.unit.triton.test_scores import dense_sums
+from tests.unit.reading import Asking, LoadedLayer, dense_sums, load_layer, request_of
 
 
 @pytest.mark.parametrize(

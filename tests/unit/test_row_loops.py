@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from random import Random
 
 import numpy as np
 import pytest
@@ -20,8 +21,8 @@ from impress_sglang.loops import rows as loops
 from impress_sglang.loops.jit import compiled
 from impress_sglang.transfer.basis_codec import BasisCodec
 from impress_sglang.transfer.sources import Piece
-from tests.unit.basis_factory import (
-    check_restored,
+from tests.unit.codes_factory import (
+    check_rows,
     components_of,
     random_basis,
     random_rows,
@@ -61,22 +62,15 @@ def descending(max_size: int) -> st.SearchStrategy[tuple[int, ...]]:
     return widths.map(lambda bits: tuple(sorted(bits, reverse=True)))
 
 
-def drawn(layout: RowLayout, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 256, (tokens, len(layout.bits)), generator=generator)
-    gains = torch.randint(0, 32, (tokens, GAINS), generator=generator)
-    return (codes % 2 ** torch.tensor(layout.bits).long()).byte(), gains.byte()
-
-
-@given(descending(40), st.integers(0, 99))
-def test_a_row_is_what_its_description_says(bits: tuple[int, ...], seed: int) -> None:
+@given(descending(40), st.randoms(use_true_random=False))
+def test_a_row_is_what_its_description_says(bits: tuple[int, ...], chance: Random) -> None:
     """Byte by byte, in Python."""
-    layout = RowLayout(bits)
-    codes, gains = drawn(layout, 1, seed)
-    word = sum(gain << 5 * i for i, gain in enumerate(gains[0].tolist()))
+    codes = [chance.randrange(2**count) for count in bits]
+    gains = [chance.randrange(32) for _ in range(GAINS)]
+    word = sum(gain << 5 * i for i, gain in enumerate(gains))
     row = bytearray(word.to_bytes(4, "little"))
     areas: dict[int, list[int]] = {4: [], 2: [], 1: []}
-    for code, count in zip(codes[0].tolist(), bits, strict=True):
+    for code, count in zip(codes, bits, strict=True):
         left = count
         for _, width in PARTS[count]:
             left -= width
@@ -86,7 +80,8 @@ def test_a_row_is_what_its_description_says(bits: tuple[int, ...], seed: int) ->
         for e, value in enumerate(elements):
             area[e % len(area)] |= value << (e // len(area)) * width
         row += bytes(area)
-    assert bytes(layout.pack(codes, gains)[0].numpy()) == bytes(row)
+    packed = RowLayout(bits).pack(*(torch.tensor([part]).byte() for part in (codes, gains)))
+    assert bytes(packed[0].numpy()) == bytes(row)
 
 
 HEADS, KEY_DIM, VALUE_DIM, ROTATED = 3, 10, 7, 6
@@ -98,9 +93,9 @@ def basis() -> Basis:
     return random_basis((HEADS, KEY_DIM), (HEADS, VALUE_DIM))
 
 
-@given(st.lists(st.integers(1, 8), max_size=150), st.integers(0, 4))
-def test_components_are_those_of_the_coder(bits: list[int], tokens: int) -> None:
-    basis = random_basis((1, 1), (1, 1), [tuple(sorted(bits, reverse=True))])
+@given(descending(150), st.integers(0, 4))
+def test_components_are_those_of_the_coder(bits: tuple[int, ...], tokens: int) -> None:
+    basis = random_basis((1, 1), (1, 1), [bits])
     rows = random_rows(basis, 0, tokens)
     tables, count = basis.layouts[0].tables(), len(bits)
     parts, found = torch.zeros(tokens, tables.parts).byte(), torch.full((tokens, count), 9.0)
@@ -117,22 +112,22 @@ def test_slots_hold_what_the_coder_restores(
     basis: Basis, dtype: torch.dtype, halves: bool, rotated: int, gap: int
 ) -> None:
     turns = random_turns(rotated, 21, halves=halves)
-    check_restored(basis, turns, 21, dtype, gap=gap, kernels=False)
+    check_rows(basis, turns, 21, dtype, gap=gap, kernels=False)
 
 
 def test_decoder_restores_what_a_rounding_encoder_returns(basis: Basis) -> None:
     """Bit by bit, also where tokens are restored among others."""
     generator = torch.Generator().manual_seed(3)
-    rotation = random_turns(ROTATED, 20)
-    codec = BasisCodec(basis, rotation.rotation, kernels=False)
+    rotation, turns = random_turns(ROTATED, 20)
+    codec = BasisCodec(basis, rotation, kernels=False)
     encoded = decoded = None
     for layer in range(basis.num_layers):
         kvs = [5 * torch.randn(40, HEADS, dim, generator=generator) for dim in (KEY_DIM, VALUE_DIM)]
         rows, encoded = encode_layer(basis, layer, encoded, kvs)
         pools = [torch.zeros(20, HEADS, dim) for dim in (KEY_DIM, VALUE_DIM)]
         into = Rows(pools[0], pools[1], torch.arange(20))
-        state = decoded, rotation.turns
-        decoded, _ = codec.restore(layer, [Piece([rows[7:27]], 0, 0, 20)], into, state)
+        piece = Piece([rows[7:27]], 0, 0, 20)
+        decoded, _ = codec.restore(layer, [piece], into, (decoded, turns))
         torch.testing.assert_close(decoded, encoded[7:27])
 
 

@@ -22,7 +22,7 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import encode_header, read_header
 from impress_sglang.store.prefix_hashes import namespace_text
 from impress_sglang.transfer.basis_codec import shape_by
-from tests.unit.basis_factory import codec_for
+from tests.unit.codes_factory import codec_for
 from tests.unit.kv_factory import IDENTITY, flip_byte, make_shape
 from tests.unit.store_factory import COARSE, OTHER_IDENTITY, Workbench, check_rows, length, prompt
 

@@ -352,8 +352,7 @@ def read_layers(store: PartStore, *, probe: bool = True, keys: bool = True) -> P
 def test_what_is_cached_need_not_come_from_the_ssd(bench: Workbench, cache: str) -> None:
     store = bench.open(**{cache: 0.001})
     bench.put(store, TOKENS)
-    values = [column for column in kv.kv_of(bench.shape) if kv.holds_values(bench.shape, column)]
-    keys = [column for column in kv.kv_of(bench.shape) if column not in values]
+    keys = kv.columns_of(bench.shape, "keys")
 
     spans, to_read = look_up(store, TOKENS).spans, store.segments.bytes_to_read
     read_layers(store, probe=False, keys=False)

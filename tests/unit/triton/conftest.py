@@ -13,8 +13,9 @@ import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 from triton.runtime.interpreter import InterpretedFunction, _patch_lang
+from triton.runtime.jit import create_function_from_signature
 
 from impress_sglang.paper import request
 from impress_sglang.tiers import cache
@@ -127,14 +128,9 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request, "probe_scorer", lambda _: scores.column_sums)
 
 
-POINTERS = {
-    torch.uint8: "*u8",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-}
+# What compiles for compute capability 9.0 where there is no GPU.
+TARGET = GPUTarget("cuda", 90, 32)
+BACKEND = make_backend(TARGET)
 
 
 class Launch(NamedTuple):
@@ -147,6 +143,12 @@ class Launch(NamedTuple):
     @property
     def name(self) -> str:
         return str(self.kernel.fn.__name__)
+
+    def bound(self) -> Any:
+        """Arguments by their names, how a GPU would specialise them, and other options."""
+        signature, params = self.kernel.signature, self.kernel.params
+        bind = create_function_from_signature(signature, params, BACKEND)
+        return bind(*self.arguments, **self.options)
 
 
 class _Noted:
@@ -173,30 +175,19 @@ def noting_launches(*modules: Any) -> Iterator[list[Launch]]:
 
 
 def compile_launches(module: Any, launch: Callable[[], object]) -> dict[str, Any]:
-    """The kernels of a module that a function launches, compiled for compute capability 9.0.
+    """The kernels of a module that a function launches, as a GPU would compile them.
 
-    As a GPU would compile them; the interpreter lets things pass that the compiler does not.
+    The interpreter lets things pass that the compiler does not.
     """
     with noting_launches(module) as noted:
         launch()
-    return {call.name: _compiled(*call) for call in noted}
+    return {call.name: _compiled(call) for call in noted}
 
 
-def _compiled(kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Any:
+def _compiled(launch: Launch) -> Any:
     # It tells that kernels are compiled, which stood for others when that was asked.
-    options |= {"WIDEN": False} if "WIDEN" in options else {}
-    signature, constants, attributes = dict[str, str](), dict[str, Any](), dict[tuple[int], Any]()
-    left = iter(arguments)
-    for place, param in enumerate(kernel.params):
-        if param.is_constexpr:
-            signature[param.name], constants[param.name] = "constexpr", options.pop(param.name)
-            continue
-        value = next(left)
-        pointer = isinstance(value, torch.Tensor)
-        number = "i32" if isinstance(value, int) else "fp32"
-        signature[param.name] = POINTERS[value.dtype] if pointer else number
-        free = param.do_not_specialize or (pointer and param.do_not_specialize_on_alignment)
-        if not free and (pointer or (isinstance(value, int) and not value % 16)):
-            attributes[place,] = [["tt.divisibility", 16]]
-    source_code = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source_code, target=GPUTarget("cuda", 90, 32), options=options or None)
+    launch.options.update({"WIDEN": False} if "WIDEN" in launch.options else {})
+    packed = launch.kernel._pack_args(BACKEND, launch.options, *launch.bound())
+    options, signature, constants, attributes = packed
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    return triton.compile(source, target=TARGET, options=vars(options))

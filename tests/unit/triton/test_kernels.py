@@ -5,30 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from impress_sglang.codes.coding import Rows
-from impress_sglang.codes.groups.codec import (
-    GROUP_TOKENS,
-    GroupLayout,
-    code_keys,
-    code_values,
-    encode_layer,
-)
+from impress_sglang.codes.groups.codec import GroupLayout
 from impress_sglang.tiers.copying import PageCopier
 from impress_sglang.transfer.basis_codec import BasisCodec
 from impress_sglang.transfer.sources import Piece
 from impress_sglang.triton import groups as group_kernels
 from impress_sglang.triton import rows as row_kernels
-from tests.unit.basis_factory import (
+from tests.unit.codes_factory import (
     LAYERS,
-    check_restored,
+    check_groups,
+    check_rows,
     components_of,
     random_basis,
     random_rows,
     random_turns,
 )
-from tests.unit.coded_factory import restore
 from tests.unit.triton.conftest import compile_launches
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -52,31 +45,12 @@ def test_slots_hold_what_groups_say(
     dtype: torch.dtype,
     rate: int,
 ) -> None:
-    """With gaps between groups, and between rows of the pools.
-
-    Bit by bit in float32, where no device contracts a product and a sum to one rounding.
-    """
-    heads, *dims = shape
-    kvs = [torch.randn(150, heads, dim) * 3 + torch.randn(heads, dim) * 10 for dim in dims]
-    energy, layout = torch.rand(heads, dims[0]) ** 4, GroupLayout(*shape, rate)
-    groups = encode_layer(layout, *kvs, energy)
-    groups = torch.nn.functional.pad(groups, (4, 2)).to(device)[:, 4:-2]
-    memory = torch.zeros(157, heads + 1, max(dims) + 16, dtype=dtype)
-    found, expected = ([memory.clone() for _ in range(2)] for _ in range(2))
-    found = [pool.to(device) for pool in found]
-    slots = torch.randperm(157)[slice(*span)]
-    first = span[0] // GROUP_TOKENS
-
-    pools = [pool[:, :heads, :dim] for pool, dim in zip(found, dims, strict=True)]
-    group_kernels.restore(layout, groups[first:], span[0] % GROUP_TOKENS, slots.to(device), *pools)
-
-    coded = code_keys(kvs[0], rate, energy), code_values(kvs[1], rate)
-    for pool, right, code, dim in zip(found, expected, coded, dims, strict=True):
-        right[slots, :heads, :dim] = restore(code)[slice(*span)].to(dtype)
-        # Steps of the dtype at the largest number: the interpreter cuts off, and rounds not.
-        exact = dtype == torch.float32 and device == "cpu"
-        slack = 0.0 if exact else 4 * torch.finfo(dtype).eps * float(right.abs().max())
-        assert torch.allclose(pool.cpu().float(), right.float(), rtol=0, atol=slack)
+    """Bit by bit in float32, where no device contracts a product and a sum to one rounding."""
+    layout, exact = GroupLayout(*shape, rate), dtype == torch.float32 and device == "cpu"
+    # Steps of the dtype at the largest number: the interpreter cuts off, and rounds not.
+    eps = 0.0 if exact else 4 * torch.finfo(dtype).eps
+    to = {"device": device, "gap": 16, "eps": eps}
+    check_groups(group_kernels.restore, layout, slice(*span), dtype, **to)
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (80, 48)])
@@ -112,11 +86,9 @@ def test_slots_hold_what_rows_say(
     halves: bool,
 ) -> None:
     heads, key_dim, value_dim, rotated = shape
-    basis, turns = (
-        random_basis((heads, key_dim), (heads, value_dim)),
-        random_turns(rotated, tokens, halves=halves),
-    )
-    check_restored(basis, turns, tokens, dtype, gap=1, kernels=True, device=device)
+    basis = random_basis((heads, key_dim), (heads, value_dim))
+    turns = random_turns(rotated, tokens, halves=halves)
+    check_rows(basis, turns, tokens, dtype, gap=1, kernels=True, device=device)
 
 
 @pytest.mark.parametrize("layer", range(len(LAYERS)))
@@ -124,8 +96,7 @@ def test_components_are_those_of_the_coder(device: str, layer: int) -> None:
     """And zeros are behind them."""
     basis = random_basis((1, 4), (1, 3), LAYERS)
     count = len(LAYERS[layer])
-    turns = random_turns(2, 35)
-    codec = BasisCodec(basis, turns.rotation, kernels=True)
+    codec = BasisCodec(basis, random_turns(2, 35)[0], kernels=True)
     tables = codec._tables_of_layers(torch.device(device))[layer]
     rows = random_rows(basis, layer, 35)
     found = row_kernels.unpack(rows.to(device), tables)
@@ -137,65 +108,38 @@ def test_components_are_those_of_the_coder(device: str, layer: int) -> None:
 @pytest.mark.parametrize(("heads", "dim"), [(3, 64), (8, 128)])
 def test_kernels_of_rows_compile_for_an_h100(heads: int, dim: int) -> None:
     """In layers behind the first."""
-    basis, turns = random_basis((heads, dim), (heads, dim), [(8,) * 40] * 2), random_turns(dim, 9)
-    codec = BasisCodec(basis, turns.rotation, kernels=True)
+    basis = random_basis((heads, dim), (heads, dim), [(8,) * 40] * 2)
+    rotation, turns = random_turns(dim, 9)
+    codec = BasisCodec(basis, rotation, kernels=True)
     keys, values = (torch.zeros(9, heads, dim, dtype=torch.bfloat16) for _ in range(2))
     below = torch.zeros(9, 2 * heads * dim, dtype=torch.bfloat16)
     piece, rows = Piece([random_rows(basis, 1, 9)], 0, 0, 9), Rows(keys, values, torch.arange(9))
-    found = compile_launches(
-        row_kernels, lambda: codec.restore(1, [piece], rows, (below, turns.turns))
-    )
+    found = compile_launches(row_kernels, lambda: codec.restore(1, [piece], rows, (below, turns)))
     assert found.keys() == {"_unpack_kernel", "_restore_kernel"}
     assert all("st.global" in each.asm["ptx"] for each in found.values())
     assert "mma" in found["_restore_kernel"].asm["ptx"]
 
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-
-
-def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Any bits, so NaNs of all kinds, too."""
-    raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8)
-    return raw.view(dtype)
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.cpu().contiguous().view(INTEGERS[tensor.dtype.itemsize])
-
-
-def pinned(tensor: Tensor, device: str) -> Tensor:
-    return tensor.pin_memory() if device == "cuda" else tensor
-
-
 @pytest.mark.parametrize("by_kernel", [False, True])
-@pytest.mark.parametrize(
-    ("unit", "vectors", "dtype"),
-    [
-        (8, 4, torch.float32),
-        (128, 64, torch.bfloat16),
-        (5, 7, torch.float16),
-        (1024, 1, torch.int32),
-        (3, 1, torch.int8),
-        (1000, 3, torch.float32),
-    ],
-)
-def test_pages(device: str, unit: int, vectors: int, dtype: torch.dtype, by_kernel: bool) -> None:
+@pytest.mark.parametrize("size", [3, 70, 128, 4096, 12_000, 16_384])
+def test_pages(device: str, size: int, by_kernel: bool) -> None:
     """Pages of memory of the host and of the device go to memory of both, in one launch."""
-    if not by_kernel:
-        device = "cpu"
+    device = device if by_kernel else "cpu"
     chosen = np.random.permutation(12)
-    sources, found = (random_bits((2, 12, unit * vectors), dtype) for _ in range(2))
+    sources, found = torch.randint(0, 256, (2, 2, 12, size), dtype=torch.uint8)
     expected = found.clone()
     for numbers, place in ((chosen[:5], 0), (chosen[5:9], 1)):
         expected[place, numbers[::-1].copy()] = sources[1 - place, torch.from_numpy(numbers)]
-    sources, found = ([pair[0].to(device), pinned(pair[1], device)] for pair in (sources, found))
-    step = unit * vectors * dtype.itemsize
-    from_host, from_device = (pages.data_ptr() + chosen * step for pages in reversed(sources))
-    to_device, to_host = (pages.data_ptr() + chosen * step for pages in found)
-    copier = PageCopier(step, torch.device(device), kernels=by_kernel)
+    sources, found = (
+        [pair[0].to(device), pair[1].pin_memory() if device == "cuda" else pair[1]]
+        for pair in (sources, found)
+    )
+    from_host, from_device = (pages.data_ptr() + chosen * size for pages in reversed(sources))
+    to_device, to_host = (pages.data_ptr() + chosen * size for pages in found)
+    copier = PageCopier(size, torch.device(device), kernels=by_kernel)
     copier.copy(
         np.concatenate([from_host[:5], from_device[5:9]]),
         np.concatenate([to_device[4::-1], to_host[8:4:-1]]),
     )
     for copied, wanted in zip(found, expected, strict=True):
-        assert torch.equal(bits(copied), bits(wanted))
+        assert torch.equal(copied.cpu(), wanted)

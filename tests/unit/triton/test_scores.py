@@ -17,6 +17,7 @@ from torch import Tensor
 
 from impress_sglang.paper import scores as reference
 from impress_sglang.triton import scores
+from tests.unit.reading import dense_sums
 from tests.unit.triton.conftest import compile_launches
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -41,27 +42,8 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned)
 
 
-def dense_sums(
-    queries: Tensor, prefix: Tensor, resident: Tensor, new: Tensor, scaling: float
-) -> np.ndarray:
-    """Of the columns of the prefix, float64 [Hq, m]; one query and one head at a time."""
-    q, p, c, x = (t.double().cpu().numpy() for t in (queries, prefix, resident, new))
-    num_new, num_heads, _ = q.shape
-    group = num_heads // p.shape[1]
-    total = np.zeros((num_heads, len(p)))
-    for head in range(num_heads):
-        key_head = head // group
-        for i in range(num_new):
-            seen = np.concatenate([c[:, key_head], p[:, key_head], x[: i + 1, key_head]])
-            logits = seen @ q[i, head] * scaling
-            weights = np.exp(logits - logits.max())
-            weights /= weights.sum()
-            total[head] += weights[len(c) : len(c) + len(p)]
-    return total
-
-
 class Request:
-    """Random queries and keys."""
+    """Random queries and keys; resident keys stand in scattered rows of a pool."""
 
     def __init__(
         self,
@@ -75,44 +57,31 @@ class Request:
         dtype: torch.dtype = HALF,
         size: float = 2.0,
     ) -> None:
-        self.queries, self.prefix, self.resident, self.new = (
-            (size * torch.randn(tokens, count, dim)).to(device, dtype)
-            for tokens, count in (
-                (new, heads),
-                *((tokens, key_heads) for tokens in (prefix, resident, new)),
-            )
-        )
+        def drawn(tokens: int, count: int) -> Tensor:
+            return (size * torch.randn(tokens, count, dim)).to(device, dtype)
+
+        self.queries, self.prefix = drawn(new, heads), drawn(prefix, key_heads)
+        # Of all heads, the prefix has the first ones.
+        self.resident, self.new = drawn(resident, key_heads + 1), drawn(new, key_heads + 1)
 
     def expected(self) -> np.ndarray:
-        return dense_sums(self.queries, self.prefix, self.resident, self.new, SCALING)
+        of_prefix = slice(self.prefix.shape[1])
+        keys = self.prefix, self.resident[:, of_prefix], self.new[:, of_prefix]
+        return dense_sums(self.queries, *keys, SCALING)
 
-    def found(self, kind: str, **other: Any) -> Tensor:
+    def found(self, kind: str) -> Tensor:
         score = reference.column_sums if kind == "torch" else scores.column_sums
-        given = {
-            "queries": self.queries,
-            "prefix_keys": self.prefix,
-            "pool_keys": self.resident,
-            "resident_rows": torch.arange(len(self.resident), device=self.queries.device),
-            "new_keys": self.new,
-        }
-        return score(**{**given, **other}, scaling=SCALING)
+        count = len(self.resident)
+        # All other rows are NaN, and where rows begin in memory is not aligned.
+        pool = self.new.new_full((2 * count + 3, *self.new.shape[1:]), math.nan)
+        rows = torch.randperm(len(pool), device=pool.device)[1 : count + 1]
+        pool[rows] = self.resident
+        return score(self.queries, self.prefix, pool, rows, self.new, scaling=SCALING)
 
-    def check(self, kind: str, **other: Any) -> None:
-        found, (relative, absolute) = self.found(kind, **other), NEAR[kind]
-        assert found.dtype == torch.float32 and found.shape == (
-            self.queries.shape[1],
-            len(self.prefix),
-        )
+    def check(self, kind: str) -> None:
+        found, (relative, absolute) = self.found(kind), NEAR[kind]
+        assert found.dtype == torch.float32
         np.testing.assert_allclose(found.cpu(), self.expected(), rtol=relative, atol=absolute)
-
-
-def in_rows(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The same keys in rows of a pool that is NaN everywhere else, and these rows."""
-    pool = keys.new_full((2 * len(keys) + 3, *keys.shape[1:]), math.nan)
-    # Where rows begin in memory is not aligned.
-    rows = torch.randperm(len(pool), device=keys.device)[1 : len(keys) + 1]
-    pool[rows] = keys
-    return pool, rows
 
 
 @each_kind
@@ -127,6 +96,7 @@ def in_rows(keys: Tensor) -> tuple[Tensor, Tensor]:
         (150, 30, 0, 2, 2, 64, HALF),
         (40, 200, 70, 5, 1, 64, BRAIN),
         (17, 40, 9, 3, 1, 256, HALF),
+        (7, 129, 130, 6, 2, 64, SINGLE),
         (6, 40, 33, 6, 2, 80, SINGLE),
         (18, 10, 0, 1, 1, 128, SINGLE),
         (3, 20, 0, 1, 1, 256, SINGLE),
@@ -145,20 +115,6 @@ def test_sums_are_those_of_a_dense_softmax(
     dtype: torch.dtype,
 ) -> None:
     Request(device, n, m, c, heads, key_heads, dim, dtype).check(kind)
-
-
-@each_kind
-@pytest.mark.parametrize(
-    ("m", "c", "dtype"), [(70, 66, BRAIN), (200, 3, HALF), (129, 130, SINGLE), (1, 0, HALF)]
-)
-def test_resident_keys_are_taken_from_their_rows(
-    device: str, kind: str, m: int, c: int, dtype: torch.dtype
-) -> None:
-    request = Request(device, 7, m, c, 6, 2, dtype=dtype)
-    pool, rows = in_rows(request.resident)
-    # Of all heads, the prefix has the first ones.
-    pool, new = (torch.cat([keys, keys.flip(1)], 1) for keys in (pool, request.new))
-    request.check(kind, pool_keys=pool, resident_rows=rows, new_keys=new)
 
 
 @each_kind

@@ -13,14 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
 from triton.runtime.errors import OutOfResources
-from triton.runtime.jit import create_function_from_signature
 
 from impress_sglang.codes.coding import Rows
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer.basis_codec import BasisCodec, shape_by
 from impress_sglang.transfer.codecs import launch_all, plain_codec
@@ -28,15 +24,14 @@ from impress_sglang.transfer.sources import Piece
 from impress_sglang.triton import groups as group_kernels
 from impress_sglang.triton import pages as page_kernels
 from impress_sglang.triton import rows as row_kernels
-from tests.unit.basis_factory import codec_for, random_rows
-from tests.unit.coded_factory import CodedCase, CodedPart
+from tests.unit.codes_factory import codec_for, random_rows
 from tests.unit.kv_factory import make_shape
+from tests.unit.source_factory import CodedCase, Part
 from tests.unit.triton.conftest import Launch, noting_launches, use_kernels
 
 CPU = torch.device("cpu")
 
 KERNELS = (group_kernels, page_kernels, row_kernels)
-BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 
 # Kernel, options of its launch, and kinds of its arguments.
 Variant = tuple[str, str, str]
@@ -54,8 +49,7 @@ def take(launches: list[Launch]) -> set[Variant]:
     """Variants that were launched since the last look."""
     seen = set()
     for noted in launches:
-        bind = create_function_from_signature(noted.kernel.signature, noted.kernel.params, BACKEND)
-        arguments, kinds, launch = bind(*noted.arguments, **noted.options)
+        arguments, kinds, launch = noted.bound()
         named = dict(zip(arguments, kinds, strict=True))
         seen.add((noted.name, str(sorted(launch.items())), str(named)))
     launches.clear()
@@ -63,22 +57,9 @@ def take(launches: list[Launch]) -> set[Variant]:
 
 
 CODED = make_shape(query_heads=6, key_dim=16, value_dim=32, probe=(), coded=True)
-
-
 # One that needs one tile or block, several segments, and one that is long.
-SHORT, LONG = CodedPart(77, 13, 77), CodedPart(2100, 0, 2100)
-SEVERAL = [CodedPart(40, 0, 21), CodedPart(33, 5, 33), CodedPart(64, 17, 18), CodedPart(50, 47, 50)]
-
-
-def make_requests(shape: KVShape, directory: Path, reader: BlockReader) -> None:
-    """For whole prefixes, which displace each other on the device."""
-    for number, parts in enumerate(([SHORT], [CodedPart(64)], SEVERAL, [LONG], [SHORT, LONG])):
-        folder = directory / str(number)
-        folder.mkdir()
-        case = CodedCase(folder, parts, reader, shape=shape, device_pages=9, host_pages=13)
-        for layer in range(shape.num_layers):
-            case.load(layer, kernels=True)
-        case.close()
+SHORT, LONG = Part(77, 13), Part(2100)
+SEVERAL = [Part(40, 0, 21), Part(33, 5), Part(64, 17, 18), Part(50, 47)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -90,7 +71,13 @@ def test_requests_launch_nothing_new(
     launch_all(shape, CPU, plain_codec(shape, kernels=True))
     warm = take(launches)
 
-    make_requests(shape, tmp_path, reader)
+    # For whole prefixes, which displace each other on the device.
+    for number, parts in enumerate(([SHORT], [Part(64)], SEVERAL, [LONG], [SHORT, LONG])):
+        (folder := tmp_path / str(number)).mkdir()
+        case = CodedCase(folder, parts, reader, shape, device_pages=9, host_pages=13)
+        for layer in range(shape.num_layers):
+            case.load(layer, kernels=True)
+        case.close()
 
     seen = take(launches)
     assert sorted(seen - warm) == []

@@ -1,9 +1,9 @@
-"""Bases for made-up KVs, and of random numbers; their codecs, and rows of codes."""
+"""What codes stand for, by definition; and bases for made-up KVs, and of random numbers."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,15 +11,115 @@ import torch
 from torch import Tensor
 
 from impress_sglang.codes.coding import Rows
+from impress_sglang.codes.groups.codec import (
+    CODE_BITS,
+    GROUP_TOKENS,
+    Codes,
+    GroupLayout,
+    code_keys,
+    code_values,
+    encode_layer,
+)
 from impress_sglang.codes.rotation import KeyRotation, RotationFactors
 from impress_sglang.codes.rows.basis import RATES, Basis, LayerBasis
 from impress_sglang.codes.rows.coder import GAIN_TABLE, kvs_of, product_matrix, product_of
-from impress_sglang.codes.rows.fit import Fit, Metric, Moments
+from impress_sglang.codes.rows.fit import SINK_TOKENS, Fit, Metric, Moments
 from impress_sglang.codes.rows.row import GAINS, LEVEL_TABLE, RowLayout, gains_of, group_bounds
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.basis_codec import BasisCodec
 from impress_sglang.transfer.sources import Piece
 from tests.unit import kv_factory as kv
+
+
+def restore(codes: Codes) -> Tensor:
+    """The values that codes stand for, float32 [t, G, D]: what all restore."""
+    low, step = of_elements(codes, codes.low), of_elements(codes, codes.step)
+    cell = torch.exp2(CODE_BITS - of_elements(codes, codes.bits))
+    middle = (codes.codes.float() / cell).floor_().add_(0.5).mul_(cell).sub_(0.5)
+    return middle * step + low
+
+
+def of_elements(codes: Codes, numbers: Tensor) -> Tensor:
+    """A number of each channel or vector, or of all, for each element, float32."""
+    if codes.bits.ndim:
+        return numbers.float().repeat_interleave(GROUP_TOKENS, 0)[: len(codes.codes)]
+    return numbers.float()[..., None]
+
+
+def in_codes(kvs: Sequence[Tensor], rate: int, start: int = 0) -> list[Tensor]:
+    """Keys and values of a segment that has the tokens from `start` on, float32 [t, G, D]."""
+    codes = code_keys(kvs[0], rate), code_values(kvs[1], rate)
+    sinks = [exact[: max(SINK_TOKENS - start, 0)].float() for exact in kvs]
+    rows = zip(sinks, map(restore, codes), strict=True)
+    return [torch.cat([exact, coded[len(exact) :]]) for exact, coded in rows]
+
+
+def rounded(sequence: kv.SequenceKVs, layer: int, start: int = 0) -> list[Tensor]:
+    """What the tokens from `start` on are in six bits."""
+    return in_codes(sequence.read_from(start)(layer), 6, start)
+
+
+def random_kv(num_tokens: int, heads: int = 2, dim: int = 8, seed: int = 1) -> Tensor:
+    """Rows with an offset and a scale of their own in each channel, as keys have them."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(num_tokens, heads, dim, generator=generator)
+    scale = 10 ** (2 * torch.rand(heads, dim, generator=generator) - 1)
+    return rows * scale + 100 * torch.randn(heads, dim, generator=generator)
+
+
+class GappedPools:
+    """Pools of keys and values, full of random numbers, and what they must hold in the end.
+
+    There is a gap in the memory behind each head and slot.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        shapes: Sequence[tuple[int, int]],
+        dtype: torch.dtype,
+        gap: int,
+        device: str,
+    ) -> None:
+        sizes = [(num_slots, heads + gap, dim + gap) for heads, dim in shapes]
+        self._wanted = [torch.randn(size).to(dtype) for size in sizes]
+        self._found = [pool.to(device, copy=True) for pool in self._wanted]
+        self.keys, self.values = (
+            pool[:, :heads, :dim] for pool, (heads, dim) in zip(self._found, shapes, strict=True)
+        )
+
+    def check(self, slots: Tensor, *expected: Tensor, eps: float, atol: float = 0.0) -> None:
+        """Slots hold these rows, and all else is as it was; `eps` is of the largest number."""
+        for found, wanted, rows in zip(self._found, self._wanted, expected, strict=True):
+            wanted[slots, : rows.shape[1], : rows.shape[2]] = rows.to(wanted.dtype)
+            near = max(atol, eps * float(wanted.abs().max()))
+            torch.testing.assert_close(found.cpu(), wanted, rtol=0, atol=near)
+
+
+def check_groups(
+    restore_slots: Callable[..., None],
+    layout: GroupLayout,
+    span: slice,
+    dtype: torch.dtype,
+    *,
+    gap: int,
+    eps: float = 0.0,
+    device: str = "cpu",
+) -> None:
+    """Slots get what codes say of a span, with a gap behind groups, heads and slots."""
+    shapes = [(layout.num_heads, dim) for dim in (layout.key_dim, layout.value_dim)]
+    kvs = [random_kv(150, *shape, seed=shape[1]) for shape in shapes]
+    energy, slots = torch.rand(shapes[0]) ** 4, torch.randperm(157)[span]
+    groups = torch.nn.functional.pad(encode_layer(layout, *kvs, energy), (4 * gap, 2 * gap))
+    first, start = divmod(span.start, GROUP_TOKENS)
+    groups = groups.to(device)[first:, 4 * gap : 4 * gap + layout.group_bytes]
+    pools = GappedPools(157, shapes, dtype, gap, device)
+
+    restore_slots(layout, groups, start, slots.to(device), pools.keys, pools.values)
+
+    coded = code_keys(kvs[0], layout.rate, energy), code_values(kvs[1], layout.rate)
+    pools.check(slots, *(restore(codes)[span] for codes in coded), eps=eps)
+
 
 # Tokens of the text that bases are fitted to.
 FITTED = tuple(range(7000, 8700))
@@ -121,26 +221,20 @@ def decode_layer(basis: Basis, layer: int, below: Tensor | None, rows: Tensor) -
     return product_of(torch.cat(factors, 1), product_matrix(basis.layers[layer]))
 
 
-@dataclasses.dataclass(frozen=True)
-class Rotated:
-    """A rotation, and how it turns keys of some tokens from position 0."""
-
-    rotation: KeyRotation
-    turns: RotationFactors
-
-
-def random_turns(rotated: int, tokens: int, *, halves: bool = True) -> Rotated:
-    """Of so many dimensions."""
+def random_turns(
+    rotated: int, tokens: int, *, halves: bool = True
+) -> tuple[KeyRotation, RotationFactors]:
+    """A rotation of so many dimensions, and how it turns keys of some tokens from position 0."""
     angles = torch.rand(tokens + 9, rotated // 2, generator=torch.Generator().manual_seed(2)) * 6
     table = torch.cat([angles.cos(), angles.sin()], 1)
     rotation = KeyRotation(lambda _: table, halves=halves)
     places = torch.arange(tokens) + 9
-    return Rotated(rotation, rotation.turns(torch.zeros_like(places), places))
+    return rotation, rotation.turns(torch.zeros_like(places), places)
 
 
-def check_restored(
+def check_rows(
     basis: Basis,
-    rotated: Rotated,
+    rotated: tuple[KeyRotation, RotationFactors],
     tokens: int,
     dtype: torch.dtype,
     *,
@@ -148,37 +242,22 @@ def check_restored(
     kernels: bool,
     device: str = "cpu",
 ) -> None:
-    """All layers are restored into slots here and there, and everything else stays as it was.
-
-    There is a gap in the memory behind each row, head and slot.
-    """
-    codec = BasisCodec(basis, rotated.rotation, kernels=kernels)
-    turns, slots = rotated.turns.to(torch.device(device)), torch.randperm(tokens + 5)[:tokens]
-    below = None
+    """Slots get what rows of all layers say, with a gap behind rows, heads and slots."""
+    rotation, turns = rotated
+    codec, slots = BasisCodec(basis, rotation, kernels=kernels), torch.randperm(tokens + 5)[:tokens]
+    below, of_device = None, turns.to(torch.device(device))
     for layer in range(basis.num_layers):
         rows = random_rows(basis, layer, tokens)
         memory = torch.nn.functional.pad(rows, (gap, gap)).to(device)[:, gap : gap + rows.shape[1]]
-        expected = [
-            torch.randn(tokens + 5, heads + gap, dim + gap).to(dtype) for heads, dim in basis.shapes
-        ]
-        found = [pool.to(device, copy=True) for pool in expected]
-        into, wanted = (
-            [pool[:, :heads, :dim] for pool, (heads, dim) in zip(pools, basis.shapes, strict=True)]
-            for pools in (found, expected)
-        )
+        pools = GappedPools(tokens + 5, basis.shapes, dtype, gap, device)
         right = decode_layer(basis, layer, None if below is None else below.cpu(), rows)
-        piece, rows_of = Piece([memory], 0, 0, tokens), Rows(into[0], into[1], slots.to(device))
-        below, _ = codec.restore(layer, [piece], rows_of, (below, turns))
+        into = Rows(pools.keys, pools.values, slots.to(device))
+        below, _ = codec.restore(layer, [Piece([memory], 0, 0, tokens)], into, (below, of_device))
         assert below.dtype == torch.bfloat16
         # The interpreter of kernels cuts off, and rounds not.
         near = {"rtol": 0, "atol": 2**-6 * float(right.abs().max())} if kernels else {}
         torch.testing.assert_close(below.cpu(), right, **near)
         keys, values = kvs_of(basis, layer, below.cpu())
-        wanted[0][slots] = rotated.rotation.move(keys, rotated.turns).to(dtype)
-        wanted[1][slots] = values.to(dtype)
-        for pool, whole in zip(found, expected, strict=True):
-            step = 2 * torch.finfo(dtype).eps
-            near = {"rtol": 0, "atol": step * float(whole.abs().max())}
-            # A product and a sum may be rounded once.
-            near = near if kernels else {"rtol": step, "atol": 1e-4}
-            torch.testing.assert_close(pool.cpu(), whole, **near)
+        # A product and a sum may be rounded once.
+        eps = 2 * torch.finfo(dtype).eps
+        pools.check(slots, rotation.move(keys, turns), values, eps=eps, atol=1e-4)
