@@ -237,22 +237,24 @@ def test_pages_in_few_bits(make: Make, layout: str, dtype: torch.dtype) -> None:
     assert backend.batch_set_v1(HASHES[2:4], torch.arange(128)) == [True, False]
 
 
-def test_what_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = host_pool("layer_first")
-    with pytest.raises(ConfigError, match=r"unknown .*: ssd_tb"):
-        make(pool, extra={"ssd_tb": 1})
-    with pytest.raises(ConfigError, match="ssd-gb must be"):
-        make(pool, extra={"ssd_gb": 0})
-    with pytest.raises(ConfigError, match=r"interface_v1: .impress hicache-config. prints it"):
-        make(pool, extra={"interface_v1": 0})
-    with pytest.raises(UnsupportedError, match="drop --pp-size 2"):
-        make(pool, pp_size=2)
-    with pytest.raises(ConfigError, match="one of 5, 6"):
-        make(pool, extra={"bits": 4})
-    with pytest.raises(UnsupportedError, match="multiple of 64 tokens"):
-        make(pool, extra={"bits": 6})
-    with pytest.raises(UnsupportedError, match=r"MLA.* drop bits"):
-        make(host_pool("layer_first", "MLA"), extra={"bits": 6})
-    monkeypatch.setattr(backend_module, "_guard", None)
-    with pytest.raises(UnsupportedError, match="tells no weights"):
-        make(pool)
+# What is asked for, of which pool, and why it is refused.
+REFUSED = [
+    ({"extra": {"ssd_tb": 1}}, "MHA", r"unknown .*: ssd_tb"),
+    ({"extra": {"ssd_gb": 0}}, "MHA", "ssd-gb must be"),
+    ({"extra": {"interface_v1": 0}}, "MHA", "interface_v1: .impress hicache-config. prints it"),
+    ({"extra": {"bits": 4}}, "MHA", "one of 5, 6"),
+    ({"extra": {"bits": 6}}, "MHA", "multiple of 64 tokens"),
+    ({"extra": {"bits": 6}}, "MLA", r"MLA.* drop bits"),
+    ({"pp_size": 2}, "MHA", "drop --pp-size 2"),
+    ({}, "MHA", "tells no weights"),
+]
+
+
+@pytest.mark.parametrize(("how", "kind", "why"), REFUSED)
+def test_what_is_refused(
+    make: Make, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], kind: str, why: str
+) -> None:
+    if not how:
+        monkeypatch.setattr(backend_module, "_guard", None)
+    with pytest.raises((ConfigError, UnsupportedError), match=why):
+        make(host_pool("layer_first", kind), **how)

@@ -22,7 +22,7 @@ from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store import content
 from impress_sglang.store.content import SAME_WINDOWS, WINDOW_TOKENS, ContentIndex, Run
-from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, Hashes, PrefixHashes
+from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, PrefixHashes
 from impress_sglang.store.stored import SegmentState, StoredSegment
 from tests.unit.kv_factory import as_tokens, make_shape, stored_segment
 from tests.unit.store_checks import check_content
@@ -50,19 +50,6 @@ def find(index: ContentIndex, tokens: Tokens, start: int = 0) -> Sequence[Run]:
 def places(runs: Sequence[Run]) -> list[tuple[int, int, str, int]]:
     """Of each run: where it begins and ends in the prompt, its segment, and where in that."""
     return [(r.start, r.stop, r.span.segment.segment_id, r.span.start) for r in runs]
-
-
-@pytest.mark.parametrize("length", [WINDOW_TOKENS, 126, 127])
-def test_how_long_it_must_be(length: int) -> None:
-    """What does not hold a window of the segment may be missed; 127 tokens always hold one."""
-    stored = text(1, 1000)
-    index = index_of(stored_segment("s", stored))
-    found = [
-        bool(find(index, as_tokens([5000, *stored[start : start + length], 5000])))
-        for start in range(1000 - length)
-    ]
-    assert all(found) == (length == 127)
-    assert found[0] and found[WINDOW_TOKENS]
 
 
 def test_of_several_segments_the_longest_run_is_taken() -> None:
@@ -95,15 +82,9 @@ def test_what_is_never_found(namespace: str, quality: Quality, state: SegmentSta
 
 def test_equal_hashes_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """All windows of all texts have one key: only tokens tell them apart."""
-
-    def same(hashes: PrefixHashes, namespace: str, tokens: Tokens, length: int) -> Hashes:
-        return np.zeros(max(len(tokens) - length + 1, 0), np.uint64)
-
-    def same_apart(hashes: PrefixHashes, namespace: str, tokens: Tokens, length: int) -> Hashes:
-        return np.zeros(len(tokens) // length, np.uint64)
-
-    monkeypatch.setattr(PrefixHashes, "all_windows", same)
-    monkeypatch.setattr(PrefixHashes, "apart_windows", same_apart)
+    for name in ("all_windows", "apart_windows"):
+        hashes = getattr(PrefixHashes, name)
+        monkeypatch.setattr(PrefixHashes, name, lambda *how, hashes=hashes: 0 * hashes(*how))
     index = index_of(stored_segment("s", text(1, 200)))
     assert find(index, as_tokens(text(2, 300))) == ()
     run = [*text(3, 10), *text(1, 200)[64:192], 5000]
@@ -133,34 +114,31 @@ def test_tables_fit_what_is_there_and_change_in_small_steps(
 ) -> None:
     """While it grows to many windows, and when few of them are left."""
     counted = calls_of(monkeypatch, content._Counts, "count")
-    index, windows, largest = ContentIndex(), 20, 0
+    index, windows = ContentIndex(), 20
     segments = [stored_segment(f"s{n}", text(n, 64 * windows)) for n in range(2000)]
 
-    def check() -> None:
-        """What is counted at once, and the bytes of all tables."""
-        assert len(index._tables) <= 2
-        assert sum(len(keys) for (_, keys, _), _ in counted) <= 5 * windows
+    def add(segment: StoredSegment) -> int:
+        """Returns the places of all tables; few windows are counted at once."""
         counted.clear()
-        places = sum(len(table) for table in index._tables)
-        assert places <= max(100 * len(index), 3 << 12)
+        index.add(segment)
+        assert sum(len(keys) for (_, keys, _), _ in counted) <= 5 * windows
+        assert len(index._tables) <= 2 and len(index._tables[-1]) >= 16 * len(index)
+        return sum(len(table) for table in index._tables)
 
     for number, segment in enumerate(segments):
-        index.add(segment)
-        check()
+        assert add(segment) <= max(100 * len(index), 3 << 12)
         if number % 100 == 0:
             check_content(index)
-        assert len(index._tables[-1]) >= 16 * len(index)
-        largest = max(largest, len(index._tables[-1]))
     for segment in segments[10:]:
         index.discard(segment)
-        counted.clear()
-    for segment in segments[10:20]:
-        index.add(segment)
-        assert len(index._tables) <= 2
     check_content(index)
-    assert sum(len(table) for table in index._tables) <= 3 << 13 < largest
-    for segment in segments[:20]:
-        assert places(find(index, segment.info.tokens))[0][2] == segment.segment_id
+    for segment in segments[10:20]:
+        num_places = add(segment)
+    check_content(index)
+    assert num_places <= 3 << 13
+    for number, segment in enumerate(segments):
+        names = [place[2] for place in places(find(index, segment.info.tokens))]
+        assert names == [segment.segment_id] * (number < 20)
 
 
 class Asked(dict[int, int]):
@@ -197,18 +175,6 @@ def test_what_a_search_does_is_linear(
     assert bool(found) == (state is SegmentState.READY)
     assert sum(call.result + 1 for call in compared) <= 2 * SAME_WINDOWS * 20_000
     assert len(looked) <= 20_000 // WINDOW_TOKENS + WINDOW_TOKENS + 1
-
-
-def test_what_is_left_is_found() -> None:
-    segments = [stored_segment(f"s{n}", text(n, 640)) for n in range(3000)]
-    index = index_of(*segments)
-    assert len(index) == 30_000
-    for segment in segments[::3]:
-        index.discard(segment)
-    check_content(index)
-    for number, segment in enumerate(segments):
-        found = places(find(index, segment.info.tokens))
-        assert found == ([] if number % 3 == 0 else [(0, 640, f"s{number}", 0)])
 
 
 def test_a_segment_that_is_rewritten_stays() -> None:
@@ -280,17 +246,17 @@ def prompt(*blocks: int, rest: int = 0) -> np.ndarray[tuple[int], np.dtype[np.in
     return as_tokens([*tokens, *range(rest)])
 
 
+# They have the same CRC32.
+NAMESPACES = st.sampled_from(["salt301017028x886", "salt534762151x116"])
+
+
 @given(
     times=st.integers(2, 4),
-    asked=st.lists(
-        st.tuples(st.sampled_from(["", "a"]), st.lists(st.integers(0, 2), max_size=4)), max_size=30
-    ),
+    asked=st.lists(st.tuples(NAMESPACES, st.lists(st.integers(0, 2), max_size=4)), max_size=30),
 )
 def test_sights_are_those_of_exact_counts(times: int, asked: list[tuple[str, list[int]]]) -> None:
-    frequency, counts = (
-        PrefixFrequencySketch(times, new_memory(COLUMNS)),
-        Counter[tuple[str, tuple[int, ...]]](),
-    )
+    frequency = PrefixFrequencySketch(times, new_memory(COLUMNS))
+    counts = Counter[tuple[str, tuple[int, ...]]]()
     for namespace, blocks in asked:
         prefixes = [tuple(blocks[: stop + 1]) for stop in range(len(blocks))]
         counts.update((namespace, prefix) for prefix in prefixes)
@@ -309,15 +275,7 @@ def test_what_is_seen_once_is_forgotten_and_what_is_seen_often_is_not() -> None:
         frequency.note("", prompt(10 + number))
         if number % 100 == 0:
             frequency.note("", often)
-    assert frequency.note("", often) == BLOCK_TOKENS
-    assert frequency.note("", once) == 0
-
-
-def test_namespaces_are_kept_apart_by_more_than_a_checksum() -> None:
-    """These have the same CRC32."""
-    frequency = PrefixFrequencySketch(2, new_memory(COLUMNS))
-    assert frequency.note("salt301017028x886", prompt(1)) == 0
-    assert frequency.note("salt534762151x116", prompt(1)) == 0
+    assert [frequency.note("", tokens) for tokens in (often, once)] == [BLOCK_TOKENS, 0]
 
 
 def test_what_was_noted_before_is_not_counted_again() -> None:
@@ -334,10 +292,11 @@ def test_replicas_count_together_and_each_of_their_ranks_for_itself() -> None:
     first = PrefixFrequencySketch(2, memory_at(place, 1))
     assert first.note("", prompt(1, 2)) == 0
     code = f"""
+import numpy as np
 from impress_sglang.serving.prefix_frequency import PrefixFrequencySketch, memory_at
-from tests.unit.test_content import prompt
 sketches = [PrefixFrequencySketch(2, memory_at({place}, rank)) for rank in (0, 1)]
-print(*(sketch.note("", prompt(1, 3)) for sketch in sketches))
+tokens = np.repeat(np.array([1, 3], np.int32), {BLOCK_TOKENS})
+print(*(sketch.note("", tokens) for sketch in sketches))
 """
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.split() == ["0", str(BLOCK_TOKENS)]

@@ -74,18 +74,6 @@ def contents(path: Path) -> dict[str, bytes | str]:
     return found
 
 
-def test_names_of_namespaces_last_and_differ_between_stores(root: Path) -> None:
-    names = []
-    for identity in (IDENTITY, IDENTITY, OTHER_IDENTITY):
-        directory = StoreDirectory(FILES, root, identity)
-        names.append([directory.namespace(text) for text in ("", "salt", "a" * 10_000)])
-        directory.close()
-
-    assert names[0] == names[1]
-    assert len({name for of_one in names for name in of_one}) == 6
-    assert all(len(name) == 32 for name in names[0])
-
-
 BAD_MARKERS: dict[str, bytes | None] = {
     "none": None,
     "empty": b"",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import logging
 import os
 import time
 from collections.abc import Iterator
@@ -65,20 +64,16 @@ class File:
         os.close(self.descriptor)
 
     def start(
-        self, engine: BlockEngine, reads: list[tuple[int, int]]
+        self,
+        engine: BlockEngine,
+        reads: list[tuple[int, int]],
+        descriptors: list[int] | None = None,
     ) -> dict[int, tuple[int, int]]:
-        """Begin reads of (first block, blocks); these by number."""
-        return self.start_mixed(engine, [(self.descriptor, *read) for read in reads])
-
-    def start_mixed(
-        self, engine: BlockEngine, reads: list[tuple[int, int, int]]
-    ) -> dict[int, tuple[int, int]]:
-        """Begin reads of (descriptor, first block, blocks)."""
-        columns = np.array(reads, np.int64).reshape(-1, 3).T
-        offsets, sizes = columns[1] * BLOCK, columns[2] * BLOCK
-        numbers = engine.start(columns[0], offsets, self.memory.address + offsets, sizes)
-        assert len(numbers) == len(reads)
-        found = {number: read[1:] for number, read in zip(numbers.tolist(), reads, strict=True)}
+        """Begin reads of (first block, blocks), of this file or others; these by number."""
+        offsets, sizes = np.array(reads, np.int64).reshape(-1, 2).T * BLOCK
+        files = np.array(descriptors or [self.descriptor] * len(reads))
+        numbers = engine.start(files, offsets, self.memory.address + offsets, sizes)
+        found = dict(zip(numbers.tolist(), reads, strict=True))
         assert len(found) == len(reads), "numbers are unique"
         return found
 
@@ -151,9 +146,8 @@ def test_a_bad_descriptor_hurts_no_other_read_of_its_batch(
     blind = os.open(tmp_path / "blind", os.O_CREAT | os.O_WRONLY)
     for wrong in (closed, blind):
         file.forget()
-        begun = file.start_mixed(
-            engine, [(wrong if n in bad else file.descriptor, 3 * n, 2) for n in range(6)]
-        )
+        descriptors = [wrong if n in bad else file.descriptor for n in range(6)]
+        begun = file.start(engine, [(3 * n, 2) for n in range(6)], descriptors)
 
         results = finish_all(engine, 6)
 
@@ -182,34 +176,24 @@ def test_a_read_beyond_the_end_gives_fewer_bytes(
     file.check(0, 3)
 
 
-def refused(*_: object) -> int:
-    ctypes.set_errno(errno.EAGAIN)
-    return -1
-
-
-@pytest.fixture(params=["io_setup fails", "unknown processor"])
-def no_aio(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Why there is none."""
-    if request.param == "unknown processor":
-        monkeypatch.setattr(engines.platform, "machine", lambda: "pdp11")
-        return "pdp11"
-
-    monkeypatch.setattr(engines.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(syscall=refused))
-    return os.strerror(errno.EAGAIN)
-
-
+@pytest.mark.parametrize("why", ["pdp11", os.strerror(errno.EAGAIN)])
 def test_where_there_is_no_aio_it_is_refused_and_auto_takes_threads(
-    no_aio: str, caplog: pytest.LogCaptureFixture
+    why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match="--impress-io-engine aio") as caught:
-        make_engine("aio", 4)
-    assert no_aio in str(caught.value)
-    with caplog.at_level(logging.WARNING, logger=engines.logger.name):
-        engine = make_engine("auto", 4)
+    def refuse(*_: object) -> int:
+        ctypes.set_errno(errno.EAGAIN)
+        return -1
 
+    if why == "pdp11":
+        monkeypatch.setattr(engines.platform, "machine", lambda: why)
+    else:
+        library = SimpleNamespace(syscall=refuse)
+        monkeypatch.setattr(engines.ctypes, "CDLL", lambda *_, **__: library)
+    with pytest.raises(ConfigError, match=f"--impress-io-engine aio.*{why}"):
+        make_engine("aio", 4)
+    engine = make_engine("auto", 4)
     assert (engine.name, engine.depth) == ("threads", 4)
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert no_aio in caplog.text
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and why in caplog.text
     engine.close()
 
 

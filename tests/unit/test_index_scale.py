@@ -266,28 +266,29 @@ def test_room_is_made_without_a_look_at_each_namespace(bench: Workbench, limit: 
     assert len(held.names) <= 4 and store.stats.segments_evicted == 2
 
 
-class Passed:
-    """Which segments searches for room have passed, and which were noted as used."""
+class Room:
+    """Offers prompts, for each of which one segment has to go, and counts steps of the searches."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seen: list[StoredSegment] = []
+    def __init__(
+        self, bench: Workbench, store: PrefixStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # That looks at all segments.
+        monkeypatch.setattr(store_factory, "check_store", lambda store: None)
+        self._bench, self._store, self.passed = bench, store, 0
         self.noted = calls_of(monkeypatch, EvictionOrder, "note")
         search = EvictionOrder.of
 
         def of(order: EvictionOrder, namespace: str | None) -> Iterator[StoredSegment]:
             for segment in search(order, namespace):
-                self.seen.append(segment)
+                self.passed += 1
                 yield segment
 
         monkeypatch.setattr(EvictionOrder, "of", of)
 
-
-def room_for_one(bench: Workbench, store: PrefixStore, number: int) -> None:
-    """Offer a prompt for which one segment has to go."""
-    evicted = store.stats.segments_evicted
-    assert bench.offer(store, prompt(number)) is StoreOutcome.ACCEPTED
-    assert store.stats.segments_evicted == evicted + 1
-    store.writes.drain()
+    def take(self, number: int) -> None:
+        evicted = self._store.stats.segments_evicted
+        self._bench.put(self._store, prompt(number))
+        assert self._store.stats.segments_evicted == evicted + 1
 
 
 def test_a_chain_whose_end_is_needed_is_passed_and_noted_once(
@@ -299,13 +300,12 @@ def test_a_chain_whose_end_is_needed_is_passed_and_noted_once(
         bench.put(store, prompt(1, 8 * turns))
     bench.put_all(store, *range(50, 50 + depth))
     assert store.pins.pin(store.namespace(""), as_tokens(prompt(1, 8 * depth))) is None
-    monkeypatch.setattr(store_factory, "check_store", lambda store: None)
-    passed = Passed(monkeypatch)
+    room = Room(bench, store, monkeypatch)
 
-    room_for_one(bench, store, 70)
-    assert len(passed.seen) <= depth + 2 and len(passed.noted) == 2, "and what is new"
-    room_for_one(bench, store, 71)
-    assert len(passed.seen) <= depth + 4 and len(passed.noted) == 3
+    room.take(70)
+    assert room.passed <= depth + 2 and len(room.noted) == 2, "and what is new"
+    room.take(71)
+    assert room.passed <= depth + 4 and len(room.noted) == 3
 
 
 def test_what_others_build_on_is_neither_passed_nor_noted(
@@ -316,13 +316,12 @@ def test_what_others_build_on_is_neither_passed_nor_noted(
     bench.put_all(store, *range(10), priority=Priority.LOW)
     for number in range(10):
         bench.put(store, prompt(number, 16))
-    monkeypatch.setattr(store_factory, "check_store", lambda store: None)
     store.tree.order.take_changed(100)
-    passed = Passed(monkeypatch)
+    room = Room(bench, store, monkeypatch)
 
     for number in range(3):
-        room_for_one(bench, store, 50 + number)
-    assert len(passed.seen) <= 6 and len(passed.noted) == 3, "what is new"
+        room.take(50 + number)
+    assert room.passed <= 6 and len(room.noted) == 3, "what is new"
     assert len(store.tree.order.take_changed(100)) == 3, "nor is it written to the journal"
 
 
@@ -365,12 +364,9 @@ def looked(used: PrefixStore, monkeypatch: pytest.MonkeyPatch) -> list[StoredSeg
 def test_a_step_looks_at_few_and_all_have_their_turn(
     used: PrefixStore, looked: list[StoredSegment]
 ) -> None:
-    counts = []
-    for _ in used.check_steps():
-        counts.append(len(looked))
-    assert counts[:3] == [8, 16, 20] and counts[-1] == 20
-    assert {s.segment_id for s in looked} == {s.segment_id for s in used.tree.segments()}
-    assert len(counts) == 3, "caches of a few chunks are one step"
+    counts = [len(looked) for _ in used.check_steps()]
+    assert counts == [8, 16, 20], "caches of a few chunks are one step"
+    assert set(looked) == set(used.tree.segments())
 
 
 def test_what_is_reordered_between_steps_is_checked_all_the_same(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -12,7 +12,7 @@ import pytest
 from impress_sglang.errors import ConfigError, SegmentUnreadable, StoreInUseError, StoreUnavailable
 from impress_sglang.paper.store import PartStore
 from impress_sglang.storage import directory as directory_module
-from impress_sglang.storage.directory import LOCK, take_free
+from impress_sglang.storage.directory import MARKER, take_free
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.store import peers as peers_module
 from impress_sglang.store import quota as quota_module
@@ -26,6 +26,7 @@ from tests.unit.kv_factory import IDENTITY, as_tokens, flip_byte
 from tests.unit.store_checks import check_store
 from tests.unit.store_factory import (
     COARSE,
+    OTHER_IDENTITY,
     Workbench,
     check_rows,
     gb,
@@ -253,17 +254,15 @@ def test_the_quota_is_that_of_the_directory(bench: Workbench) -> None:
     until_stored(second, prompt(8))
     assert bench.offer(second, prompt(20)) is StoreOutcome.NO_SPACE
     until(first, lambda: len(first.tree) < 8)
-    done = []
+    numbers = itertools.count(20)
 
     def stored() -> bool:
         first.poll()
         assert bytes_there() <= 8 * bench.one
-        number = 20 + len(done)
-        if bench.offer(second, prompt(number)) is StoreOutcome.ACCEPTED:
+        if bench.offer(second, prompt(next(numbers))) is StoreOutcome.ACCEPTED:
             second.writes.drain()
-            done.append(number)
-        # Who has less than a share gets it.
-        return len(done) >= 6 and second.tree.file_bytes >= 3 * bench.one
+        # Who has less than a share gets it, and then makes room itself.
+        return second.stats.segments_evicted >= 3 and second.tree.file_bytes >= 3 * bench.one
 
     until(second, stored)
     first.worker.submit(int).result()
@@ -291,23 +290,24 @@ def test_room_comes_from_folders_without_a_server(
 
 
 def test_servers_share_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So namespaces have the same names there, and others with another model."""
     monkeypatch.setattr(directory_module, "MOST_SERVERS", 2)
-    files = FileSystem()
+    files, other = FileSystem(), OTHER_IDENTITY
     first, second = (take_free(files, tmp_path, IDENTITY) for _ in range(2))
-    assert first.namespace("a") == second.namespace("a")
+    name = first.namespace("a" * 10_000)
+    assert name == second.namespace("a" * 10_000) != first.namespace("") and len(name) == 32
     with pytest.raises(StoreInUseError, match="used by another"):
         take_free(files, tmp_path, IDENTITY)
     first.close()
     shutil.rmtree(first.path)
     again = take_free(files, tmp_path, IDENTITY)
-    assert again.path == first.path and again.namespace("a") == second.namespace("a")
-    other = tmp_path / ("e" * 32)
-    other.mkdir()
-    lock = os.open(other / LOCK, os.O_CREAT | os.O_RDWR)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    assert again.path == first.path and again.key == second.key
+    third = take_free(files, tmp_path, other)
+    assert third.namespace("a" * 10_000) != name
+    # Its server has not written its key yet.
+    (third.path / MARKER).unlink()
     monkeypatch.setattr(directory_module, "_KEY_SECONDS", 0.05)
     with pytest.raises(ConfigError, match="remove it"):
-        take_free(files, tmp_path, "e" * 32)
-    os.close(lock)
-    second.close()
-    again.close()
+        take_free(files, tmp_path, other)
+    for directory in (second, again, third):
+        directory.close()

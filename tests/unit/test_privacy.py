@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import os
-import stat
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from tests.unit import store_factory
 from tests.unit.store_factory import (
@@ -25,42 +21,30 @@ from tests.unit.waiting import wait_until
 SALT = "a-salt-that-nobody-must-see-b7d1"
 
 
-@pytest.fixture
-def no_umask() -> Iterator[None]:
-    """Of a process that does not care: what it makes could be open to all."""
-    before = os.umask(0)
-    yield
-    os.umask(before)
-
-
 def open_to_others(root: Path) -> list[str]:
     """What others can do something with, by name and mode."""
-    found = []
-    for path in (root, *root.rglob("*")):
-        mode = stat.S_IMODE(path.stat().st_mode)
-        if mode & 0o077:
-            found.append(f"{path.name} {mode:o}")
-    return found
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (root, *root.rglob("*"))}
+    return [f"{name} {mode:o}" for name, mode in modes.items() if mode & 0o077]
 
 
-@pytest.mark.usefixtures("no_umask")
 def test_nothing_that_a_store_makes_is_open_to_others(tmp_path: Path) -> None:
     root = tmp_path / "a" / "b" / "kv"
     bench = Workbench(root, store_factory.SHAPES["probe heads"])
-    store = bench.open()
-    bench.put(store, prompt(1), namespace=SALT)
-    bench.put(store, prompt(2))
-    lose(bench, store, name_of(store, prompt(2)))
-    gate = bench.begin(store, prompt(3))
-    wait_until(lambda: list(root.rglob("*.kv.tmp")))
-    names = {path.name for path in root.rglob("*")}
-    assert {"journal", "store.json"} <= names
-    assert list(root.glob("*/quarantine/*.kv"))
-
-    assert open_to_others(tmp_path / "a") == []
-    gate.opened.set()
-    bench.close_all()
-    assert open_to_others(tmp_path / "a") == []
+    # Of a process that does not care.
+    before = os.umask(0)
+    try:
+        store = bench.open()
+        bench.put_all(store, 1, 2)
+        lose(bench, store, name_of(store, prompt(2)))
+        gate = bench.begin(store, prompt(3))
+        wait_until(lambda: list(root.rglob("*.kv.tmp")))
+        assert list(root.glob("*/journal")) and list(root.glob("*/quarantine/*.kv"))
+        assert open_to_others(tmp_path / "a") == []
+        gate.opened.set()
+        bench.close_all()
+        assert open_to_others(tmp_path / "a") == []
+    finally:
+        os.umask(before)
 
 
 def test_salts_are_nowhere_on_the_disk(bench: Workbench) -> None:

@@ -204,17 +204,6 @@ def test_the_shorter_time_counts(bench: Workbench, ttl: float) -> None:
         assert lengths(store, 0, 1, 2) == [8 * stays for stays in stay]
 
 
-def test_an_order_removes_what_is_old_when_it_is_given(bench: Workbench) -> None:
-    store = bench.open()
-    bench.put_all(store, 1, 2)
-    look_up(store, prompt(1)).spans[0].segment.written -= 2 * HOUR
-    purge = Purge(older_than=HOUR)
-    bench.put(store, prompt(3))
-    assert purge.step(store)["segments"] == 1
-    assert not purge.left and lengths(store, 1, 2, 3) == [0, 8, 8]
-    assert Purge(older_than=0).step(store)["segments"] == 2
-
-
 @pytest.mark.parametrize("ended", ["", "0", "3"])
 def test_who_goes_on_finds_the_same_job_unless_there_are_too_many(ended: str) -> None:
     jobs = MultiStepJobs[str, object]()

@@ -166,30 +166,22 @@ def test_damage_is_found_wherever_it_is(file: Path, target: Workbench, capsys: S
         path.write_bytes(whole)
     contents = json.loads((file / CONTENTS).read_text())
     first, *rest = contents["segments"]
-    for changes in (
+    made_up = [
         {"kind": "photos"},
-        *({"key": key} for key in ("0", 7, None)),
+        *({"key": key} for key in ("0", 7, None, "0" * 100)),
         {"namespace": None},
-        {"segments": []},
-        {"segments": [["../elsewhere", None]]},
-        {"segments": rest},
-        {"segments": [first, first, *rest]},
-        {"segments": [first[:1], *rest]},
-        {"segments": "none"},
-        {"key": "0" * 100},
-    ):
-        (file / CONTENTS).write_text(json.dumps(contents | changes))
-        assert run(capsys, "import", file, target) == REFUSED, changes
-    (file / CONTENTS).write_text(
-        json.dumps({k: v for k, v in contents.items() if k != "namespace"})
-    )
-    assert run(capsys, "import", file, target) == REFUSED
-    (file / CONTENTS).write_text("[" * 100_000)
-    assert run(capsys, "import", file, target) == REFUSED
+        *({"segments": some} for some in ([], rest, [first, first, *rest], "none")),
+        *({"segments": [wrong, *rest]} for wrong in (["../elsewhere", None], first[:1])),
+    ]
+    texts = [json.dumps(contents | changes) for changes in made_up]
+    namespace = contents.pop("namespace")
+    for text in (*texts, json.dumps(contents), "[" * 100_000):
+        (file / CONTENTS).write_text(text)
+        assert run(capsys, "import", file, target) == REFUSED, text
     for path in (file / "missing", file / CONTENTS):
         assert run(capsys, "import", path, target) == REFUSED
     assert not target.root.exists()
-    (file / CONTENTS).write_text(json.dumps(contents))
+    (file / CONTENTS).write_text(json.dumps(contents | {"namespace": namespace}))
     assert run(capsys, "import", file, target)["segments"] == 4
 
 
