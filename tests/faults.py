@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from impress_sglang.storage.engines import BlockEngine
-from impress_sglang.storage.files import FileSystem
+from impress_sglang.storage.files import AlignedBuffer, FileSystem
 from tests.durability import Journal
 from tests.faulty_engine import FaultyEngine
 
@@ -47,18 +47,13 @@ INDEX = "*/journal*"
 """Paths of the index of a store."""
 POLL_SECONDS = 0.005
 
-# Where a fault that is not an errno can strike; those that are not here can everywhere.
+# Faults that are no errno, and where they can strike.
 _APPLIES = {
     "short": "read|block",
-    "torn": "write",
-    "torn-silent": "write",
-    "torn-kill": "write",
+    **dict.fromkeys(("torn", "torn-silent", "torn-kill"), "write"),
     "flip": "read|write|block",
     "full": "free_bytes",
-    "delay": "*",
-    "hang": "*",
-    "raise": "*",
-    "kill": "*",
+    **dict.fromkeys(("delay", "hang", "raise", "kill"), "*"),
 }
 
 
@@ -95,16 +90,18 @@ class Rule:
             raise ValueError(f"there is no fault {self.fault!r}")
         self.name = self.name or f"{self.fault} {self.operations} {self.path}"
 
-    def matches(self, operation: str, path: str) -> bool:
-        """Whether this operation could fail by the rule, never mind how often it did."""
-        return (
+    @property
+    def waits(self) -> bool:
+        return self.fault in ("delay", "hang")
+
+    def strikes(self, operation: str, path: str, chance: Callable[[], float]) -> bool:
+        """Whether this operation fails; counts it."""
+        if not (
             _matches(operation, self.operations)
             and _matches(operation, _APPLIES.get(self.fault, "*"))
             and fnmatch.fnmatchcase(path, self.path)
-        )
-
-    def fires(self, chance: Callable[[], float]) -> bool:
-        """Whether the operation that matches now fails; counts it."""
+        ):
+            return False
         self.seen += 1
         spent = self.count is not None and self.hits >= self.count
         if spent or self.seen <= self.after or chance() >= self.probability:
@@ -115,8 +112,7 @@ class Rule:
 
 def read_only() -> list[Rule]:
     """What a file system does that was mounted again read-only."""
-    changes = "open-write|write|rename|unlink|make_directory|remove_directory"
-    return [Rule("EROFS", changes)]
+    return [Rule("EROFS", "open-write|write|rename|unlink|make_directory|remove_directory")]
 
 
 def dead_disk(error: str = "EIO") -> list[Rule]:
@@ -136,20 +132,14 @@ class Faults:
         self.operations: Counter[str] = Counter()
 
     def add(self, *rules: Rule) -> None:
-        """Switch rules on; one of the same name is replaced."""
+        """Those of the same name are replaced."""
         with self._lock:
             for rule in rules:
                 self._rules[rule.name] = rule
                 self._chances.setdefault(rule.name, random.Random(f"{self._seed} {rule.name}"))
 
-    def remove(self, *rules: Rule) -> None:
-        """Switch rules off; what hangs by them goes on."""
-        with self._lock:
-            for rule in rules:
-                self._rules.pop(rule.name, None)
-
     def clear(self) -> None:
-        """Switch all rules off."""
+        """What hangs by them goes on."""
         with self._lock:
             self._rules.clear()
 
@@ -161,12 +151,13 @@ class Faults:
         try:
             yield
         finally:
-            self.remove(*rules)
+            with self._lock:
+                for rule in rules:
+                    self._rules.pop(rule.name, None)
         missed = [name for name, hits in before.items() if self.hits[name] == hits]
         assert not missed, f"faults that never happened: {missed}; {dict(self.operations)}"
 
     def active(self, rule: Rule) -> bool:
-        """Whether a rule is still in force."""
         self.refresh()
         return self._rules.get(rule.name) is rule
 
@@ -175,19 +166,15 @@ class Faults:
         self.refresh()
         with self._lock:
             self.operations[operation] += 1
-            if not self._rules:
-                return []
-            picked: list[Rule] = []
+            waits, others = list[Rule](), list[Rule]()
             for name, rule in self._rules.items():
-                waits = rule.fault in ("delay", "hang")
-                if not waits and picked and picked[-1].fault not in ("delay", "hang"):
-                    continue
-                if rule.matches(operation, path) and rule.fires(self._chances[name].random):
+                chance = self._chances[name].random
+                if (rule.waits or not others) and rule.strikes(operation, path, chance):
                     self.hits[name] += 1
-                    picked.insert(0 if waits else len(picked), rule)
-        if picked:
+                    (waits if rule.waits else others).append(rule)
+        if waits or others:
             self.noted()
-        return picked
+        return waits + others
 
     def refresh(self) -> None:
         """Look whether the rules have changed outside; see `tests.serving.faulty_server`."""
@@ -215,7 +202,7 @@ class FaultyFileSystem(FileSystem):
         kill: Callable[[], None] | None = None,
     ) -> None:
         self.faults = Faults() if faults is None else faults
-        self.kill_process = self.kill if kill is None else kill
+        self.kill_process = kill or self.kill
         self._journal = None if journal is None else Journal(journal)
         self._lock = threading.RLock()
         self._paths: dict[int, Path] = {}
@@ -286,11 +273,8 @@ class FaultyFileSystem(FileSystem):
 
     def rename(self, source: Path, target: Path) -> None:
         self.enter("rename", source)
-        with (
-            contextlib.nullcontext()
-            if self._journal is None
-            else self._journal.rename(source, target)
-        ):
+        journal = self._journal
+        with journal.rename(source, target) if journal else contextlib.nullcontext():
             super().rename(source, target)
 
     def unlink(self, path: Path) -> None:
@@ -335,23 +319,19 @@ class FaultyFileSystem(FileSystem):
         """Begin an operation: wait or raise as the rules say; the fault that the caller does."""
         self.check_alive()
         for rule in self.faults.pick(operation, str(path or "")):
-            self.wait(rule)
-            if rule.fault not in ("delay", "hang"):
+            if not rule.waits:
                 return self._strike(rule, operation, path)
+            if rule.fault == "delay":
+                time.sleep(rule.seconds)
+            while rule.fault == "hang" and self.faults.active(rule):
+                self.check_alive()
+                time.sleep(POLL_SECONDS)
         return None
 
     def check_alive(self) -> None:
         """Raise `Killed` if the process would be gone."""
         if self._killed:
             raise Killed
-
-    def wait(self, rule: Rule) -> None:
-        """Sit a delay or a hang out."""
-        if rule.fault == "delay":
-            time.sleep(rule.seconds)
-        while rule.fault == "hang" and self.faults.active(rule):
-            self.check_alive()
-            time.sleep(POLL_SECONDS)
 
     def _strike(self, rule: Rule, operation: str, path: Path | str | None) -> str:
         if rule.fault == "raise":
@@ -399,8 +379,6 @@ def _half(size: int) -> int:
 
 def _flipped(source: memoryview) -> memoryview:
     """A copy with one wrong bit, aligned as O_DIRECT wants."""
-    from impress_sglang.storage.files import AlignedBuffer
-
     copy = AlignedBuffer().view(len(source))
     copy[:] = source
     copy[len(copy) // 2] ^= 1

@@ -49,7 +49,6 @@ class FaultyEngine:
     def start(
         self, descriptors: Integers, offsets: Integers, addresses: Integers, sizes: Integers
     ) -> Integers:
-        """See `BlockEngine.start`."""
         self._files.enter("start", None)
         numbers = np.arange(self._next, self._next + len(sizes))
         self._next += len(sizes)
@@ -65,7 +64,6 @@ class FaultyEngine:
         return numbers
 
     def finish(self, at_least: int = 1) -> tuple[Integers, Integers]:
-        """See `BlockEngine.finish`."""
         self._files.enter("finish", None)
         assert at_least <= len(self._flying), "would wait for ever"
         while len(ended := self._ended()) < at_least:
@@ -78,7 +76,7 @@ class FaultyEngine:
         return np.array(ended, np.int64), np.array(results, np.int64)
 
     def close(self) -> None:
-        """See `BlockEngine.close`; reads of a killed process are waited for, not told."""
+        """Reads of a killed process are waited for, not told."""
         while self._begun:
             self._collect()
         self._inner.close()
@@ -88,7 +86,7 @@ class FaultyEngine:
         rules = self._files.faults.pick("block", str(path or ""))
         late = sum(rule.seconds for rule in rules if rule.fault == "delay")
         hangs_by = next((rule for rule in rules if rule.fault == "hang"), None)
-        fault = next((r.fault for r in rules if r.fault not in ("delay", "hang")), None)
+        fault = next((rule.fault for rule in rules if not rule.waits), None)
         read = _Read(address, time.monotonic() + late, hangs_by, fault == "flip")
         self._flying[number] = read
         if fault == "kill":
