@@ -82,17 +82,10 @@ class PrefixModel:
                 return path[: count - 1]
         return path
 
-    def spans(self, namespace: str, path: Path) -> list[tuple[str, int, int]]:
-        """The segments along a stored path, as (name, start, stop); a hole has no name."""
-        spans: list[tuple[str, int, int]] = []
-        for count in range(1, len(path) + 1):
-            known = self.owner.get((namespace, path[:count]))
-            name = "" if known is None else known.name
-            if spans and spans[-1][0] == name:
-                spans[-1] = (name, spans[-1][1], spans[-1][2] + 1)
-            else:
-                spans.append((name, 0, 1))
-        return spans
+    def holders(self, namespace: str, path: Path) -> list[str]:
+        """Which segment has each position of a stored path; a hole has no name."""
+        owners = (self.owner.get((namespace, path[: end + 1])) for end in range(len(path)))
+        return ["" if known is None else known.name for known in owners]
 
     def place_for(
         self,

@@ -348,7 +348,7 @@ class TightStoreMachine(StoreMachine):
         left = self.learn_names()
         if outcome is StoreOutcome.ACCEPTED and not holes:
             path = path[: len(self.model.segments[self.accepted[-1]].above)]
-        keep = {name for name, _, _ in self.model.spans(namespace, path)}
+        keep = {*self.model.holders(namespace, path)}
         gone = before - left
         assert not gone & (keep | pinned)
         on_disk = (SegmentState.READY, SegmentState.SUSPECT)
