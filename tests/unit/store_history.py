@@ -29,7 +29,6 @@ from impress_sglang.storage.writer import LayerReader, WriteAbandoned
 from impress_sglang.store.health import DiskTask, Suspect, Verdict
 from impress_sglang.store.stored import SegmentState, StoredSegment
 from impress_sglang.store.writing import Offer, StoreOutcome
-from tests.faults import FaultyFileSystem
 from tests.unit import kv_factory as kv
 from tests.unit.prefix_model import QUALITIES, Known, PrefixModel
 from tests.unit.prefix_model import Path as TokenPath
@@ -37,10 +36,11 @@ from tests.unit.reading import read_rows
 from tests.unit.store_factory import make_config
 from tests.unit.waiting import wait_until
 
-SHAPE = kv.make_shape(query_heads=2, kv_heads=2, key_dim=4, value_dim=4, probe=(0,))
-HEAD_GROUPS = kv.make_shape(
-    query_heads=4, kv_heads=2, key_dim=4, value_dim=4, dtype=torch.bfloat16, probe=()
-)
+SIZES = {"kv_heads": 2, "key_dim": 4, "value_dim": 4}
+SHAPES = [
+    kv.make_shape(query_heads=2, **SIZES),
+    kv.make_shape(dtype=torch.bfloat16, probe=(), **SIZES),
+]
 Tokens = tuple[int, ...]
 # Runs of a few tokens, some longer than a chunk, that begin alike: histories branch and meet often.
 RUNS = [(0,), (1,), (0, 0, 1), (0, 1, 1, 0, 1), (2,) * 9, tuple(range(3, 14))]
@@ -74,22 +74,17 @@ def expected_rows(
 class StoreHistory(RuleBasedStateMachine):
     """A store with room for everything, and what the model says of it."""
 
-    quota = 1.0
-    shape = SHAPE
+    # How many segments of up to 8 tokens there is room for.
+    room = 10_000
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(shape=st.sampled_from(SHAPES))
+    def start(self, shape: KVShape) -> None:
+        self.shape = shape
         self.directory = Path(tempfile.mkdtemp(prefix="impress-store-"))
         # Of two files as new as each other the first by name is kept: names must be repeatable.
         numbers = random.Random(1)
         self.same_ids = mock.patch("uuid.uuid4", lambda: uuid.UUID(int=numbers.getrandbits(128)))
         self.same_ids.start()
-        # A disk that has failed is asked again at once.
-        self.no_pause = mock.patch.multiple(
-            "impress_sglang.store.health", FIRST_PAUSE_S=0.0, LONGEST_PAUSE_S=0.0
-        )
-        self.no_pause.start()
-        self.files = FaultyFileSystem()
         self.gate, self.blocked = threading.Event(), threading.Event()
         self.model = PrefixModel()
         # The model goes on calling a segment by its first name when it is rewritten.
@@ -118,8 +113,10 @@ class StoreHistory(RuleBasedStateMachine):
     def open(self) -> None:
         # A chunk of a column.
         page_bytes = 4096
+        # A header, and a disk block for each column of 2 layers.
+        segment_bytes = (1 + 2 * len(kv.columns_of(self.shape))) * page_bytes
         options = {
-            "ssd_gb": self.quota,
+            "ssd_gb": self.room * segment_bytes / 1e9,
             "readahead": 0.5,
             "device_gb": 6 * page_bytes / 1e9,
             # A quarter is for what is read ahead.
@@ -127,7 +124,7 @@ class StoreHistory(RuleBasedStateMachine):
             "buffer_gb": 16 * 2**20 / 1e9,
         }
         config = make_config(self.directory, **options)
-        self.store = PartStore(config, kv.IDENTITY, self.shape, files=self.files)
+        self.store = PartStore(config, kv.IDENTITY, self.shape)
         self.looks: list[tuple[SegmentInfo, Future[Verdict]]] = []
         self.begin_task = self.store._disk.begin
         mock.patch.object(self.store._disk, "begin", self.hold_look).start()
@@ -224,7 +221,6 @@ class StoreHistory(RuleBasedStateMachine):
             self.finish_rewrite()
             self.store.close()
             self.same_ids.stop()
-            self.no_pause.stop()
             shutil.rmtree(self.directory)
 
     def gated(self, kvs: kv.SequenceKVs, start: int, fails: bool, ids: list[str]) -> LayerReader:
@@ -293,11 +289,6 @@ class StoreHistory(RuleBasedStateMachine):
     ) -> None:
         expected = self.expected_outcome(namespace, tokens, quality)
         assert self.offer(namespace, tokens, quality, fails) is expected
-
-    def open_a_match_of(self, data: st.DataObject, tail: Tokens) -> None:
-        known = self.model.segments[data.draw(st.sampled_from(list(self.model.segments)))]
-        path = tuple(token for token, _ in known.path)
-        self.open_match(data, known.namespace, path + tail, known.quality)
 
     def open_match(
         self, data: st.DataObject, namespace: str, tokens: Tokens, min_quality: Quality
@@ -391,7 +382,3 @@ class StoreHistory(RuleBasedStateMachine):
     def built_on(self) -> list[str]:
         segments = self.model.segments
         return [name for name in self.ready() if self.model.below(segments[name])]
-
-    def is_well(self) -> bool:
-        self.poll()
-        return self.store.health.state == "ok"

@@ -110,22 +110,6 @@ def test_holes_next_to_each_other_are_filled_at_once(known: str, expected: tuple
     assert _missing(StoredMatch(tuple(spans)), offer) == expected
 
 
-def test_an_offer_that_does_not_fit_in_the_end_evicts_nothing(bench: Workbench) -> None:
-    """What is being written stays, and so does what it builds on."""
-    store = bench.open(ssd_gb=stores.gb(4 * bench.one))
-    bench.put(store, prompt(1))
-    bench.put(store, prompt(2, 8))
-    gate = bench.begin(store, prompt(2, 16))
-
-    # All but the segment that is being written would be enough.
-    assert bench.offer(store, prompt(3, 24)) is StoreOutcome.NO_SPACE
-
-    assert lengths(store, 1, 2) == [8, 8]
-    gate.opened.set()
-    store.writes.drain()
-    assert length(store, prompt(2, 16)) == 16
-
-
 def test_the_free_space_floor_is_kept(bench: Workbench) -> None:
     """Bytes that are still written are not free; what is stored leaves for what is new."""
     files = stores.Room(1_000_000 + bench.one - 1)
@@ -219,22 +203,6 @@ def test_a_file_that_cannot_be_removed_counts_and_all_else_goes_on(
     monkeypatch.setattr(disk_worker, "RETRY_S", 0)
     bench.put(store, prompt(9))
     wait_until(lambda: not list(bench.root.rglob(name)))
-
-
-def test_nothing_is_evicted_for_an_offer_that_is_refused_all_the_same(bench: Workbench) -> None:
-    """Beside the last segment of the match there is a worse version of the same tokens."""
-    store = bench.open(ssd_gb=stores.gb(2 * bench.one))
-    worse, best, offered = ((1, *prompt(number, 7)) for number in (2, 3, 4))
-    bench.put(store, worse, quality=stores.COARSE)
-    (read,) = store.tree.segments()
-    bench.put(store, best)
-    store.segments.acquire(read)
-
-    assert bench.offer(store, offered, quality=stores.COARSE) is StoreOutcome.NO_SPACE
-
-    store.segments.release(read.segment_id)
-    check_rows(store, best)
-    assert store.stats.segments_evicted == 0
 
 
 DAY = 86_400.0
