@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.core.emulation import SlowFileSystem
 from impress_sglang.paper import store as part_store
-from impress_sglang.paper.history import mapping_lists
 from impress_sglang.paper.source import PartSource
 from impress_sglang.paper.store import PartStore
 from impress_sglang.storage.files import FileSystem
@@ -147,20 +144,6 @@ def test_what_a_request_waits_for_stays_when_it_is_reordered(bench: Workbench) -
     assert lengths(store, 1, 5, 6, 7) == [0, 8, 8, 8]
 
 
-def test_rows_stand_in_the_order_of_the_mapping_lists(bench: Workbench, store: PartStore) -> None:
-    tokens = prompt(1, 20)
-    put_selected(bench, store, tokens, 3, 17)
-    select(store, tokens, 3, 11)
-    average = next(store.tree.segments()).history.average  # type: ignore[union-attr]
-    reorder(store)
-
-    mapping = mapping_of(bench, store, tokens)
-    assert np.array_equal(mapping, mapping_lists(average, [0]))
-    for head_group in range(head_groups_of(bench.shape)):
-        assert mapping[0, head_group, [3, 11, 17]].tolist() == [0, 1, 2]
-    check_rows(store, tokens)
-
-
 @pytest.mark.parametrize(
     ("key", "expected"),
     [("selected", [0, 1, 2, 3, 4, 5, 6, 7]), ("importance", [1, 2, 3, 4, 5, 0, 6, 7])],
@@ -242,13 +225,12 @@ def test_what_is_purged_while_it_is_rewritten_gets_no_name(
 
 @pytest.mark.parametrize("reason", ["quota", "free space"])
 def test_without_space_it_is_not_begun(bench: Workbench, reason: str) -> None:
-    store = bench.open(ssd_gb=stores.gb(2 * bench.one - 4096))
+    room, quota = stores.Room(), gb(2 * bench.one - 4096)
+    store = bench.open(files=room, **({"ssd_gb": quota} if reason == "quota" else {}))
     put_selected(bench, store, prompt(1), 3)
     name = bench.files()
     if reason == "free space":
-        bench.close(store)
-        store = bench.open(min_free_gb=1e-9, files=stores.Room(bench.one))
-        select(store, prompt(1), 3)
+        room.leave(store, bench.one - 1)
 
     reorder(store)
 
@@ -326,24 +308,25 @@ TOKENS = prompt(1, 40)
 CHUNK_TOKENS = 8
 
 
-def disk_bytes(bench: Workbench, *columns: int, num_tokens: int = len(TOKENS)) -> int:
+def disk_bytes(bench: Workbench, *columns: int) -> int:
     """Bytes of columns of all layers of a segment."""
-    shape = bench.shape
+    shape, chunks = bench.shape, range(len(TOKENS) // CHUNK_TOKENS)
     sizes = [
-        kv.chunk_disk_bytes(shape, column, CHUNK_TOKENS, num_tokens, chunk)
+        kv.chunk_disk_bytes(shape, column, CHUNK_TOKENS, len(TOKENS), chunk)
         for column in columns
-        for chunk in range(-(-num_tokens // CHUNK_TOKENS))
+        for chunk in chunks
     ]
     return shape.num_layers * sum(sizes)
 
 
-def read_layers(store: PartStore, *, probe: bool = True, keys: bool = True) -> PartSource:
+def read_layers(store: PartStore, *, only_values: bool = False) -> PartSource:
     """A request that reads all of the stored prefix, and is done."""
     source = stores.open_source(store, look_up(store, TOKENS))
     for layer in range(source.num_layers):
-        if probe and source.shape.probe_kv_heads:
-            source.read_probe(layer)
-        read_rows(source, layer, None, keys=keys)
+        if only_values:
+            read_rows(source, layer, None, keys=False)
+        else:
+            stores.rows(source.shape, source, layer)
     store.close_source(source)
     return source
 
@@ -355,38 +338,12 @@ def test_what_is_cached_need_not_come_from_the_ssd(bench: Workbench, cache: str)
     keys = kv.columns_of(bench.shape, "keys")
 
     spans, to_read = look_up(store, TOKENS).spans, store.segments.bytes_to_read
-    read_layers(store, probe=False, keys=False)
+    read_layers(store, only_values=True)
     assert to_read(spans, codes=False) == disk_bytes(bench, kv.PROBE, *keys)
 
     read_layers(store)
     assert to_read(spans, codes=False) == store.expected_bytes(spans, 0.1) == 0
     assert read_layers(store).stats.ssd_bytes == 0, "which is so"
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_store_is_closed_cleanly_while_a_source_is_read_ahead(
-    bench: Workbench, waits: bool
-) -> None:
-    """A server that ends closes its sources first, whatever they are doing."""
-    # Reads take some tenths of a second, and begin without delay.
-    store = bench.open(files=SlowFileSystem(1.0), readahead=0.5)
-    bench.put(store, prompt(1, 200))
-    match = look_up(store, prompt(1, 200))
-    source = store.open_part(match, 0, 200, whole=True)
-    if waits:
-        store.ahead.wait(source)
-    else:
-        store.ahead.join(source)
-    assert source.is_reading and source.next_ahead == source.num_layers
-    began = time.monotonic()
-
-    store.close_source(source)
-    bench.close(store)
-    assert not source.is_reading
-
-    whole = disk_bytes(bench, *kv.columns_of(bench.shape), num_tokens=200)
-    assert time.monotonic() - began < whole / 1e6, "what is not begun is not read"
-    assert store.stats.bytes_read_ahead < whole
 
 
 def test_what_was_read_ahead_is_used_and_counted(bench: Workbench, no_gaps: None) -> None:
