@@ -43,13 +43,7 @@ class RankWorlds:
         for rank in ranks:
             rank.copies = copies
         self.worlds = [
-            TreeWorld(
-                root / f"rank{rank.rank // copies}",
-                ranks=rank,
-                blend="off",
-                **options,
-            )
-            for rank in ranks
+            TreeWorld(root / f"rank{rank.rank // copies}", ranks=rank, **options) for rank in ranks
         ]
 
     def all(self, act: Callable[[TreeWorld], _T]) -> _T:
@@ -96,7 +90,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def ranks(tmp_path: Path, slow: None) -> Iterator[RankWorlds]:
-    ranks = RankWorlds(tmp_path, load="always", size=3000)
+    ranks = RankWorlds(tmp_path, size=3000)
     yield ranks
     ranks.close()
 
@@ -182,7 +176,7 @@ def test_what_one_writes_for_both_is_lost_for_both(
 ) -> None:
     """Also if only the other one cannot read it."""
     ranks, prompt, asked = (
-        RankWorlds(tmp_path, SIZE, load="always"),
+        RankWorlds(tmp_path, SIZE),
         draw(1, 200),
         itertools.count(),
     )

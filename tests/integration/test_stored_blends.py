@@ -9,18 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from impress_sglang.blend.job import BlendJob
+from impress_sglang.blend.plugin import blends
 from impress_sglang.blend.plugin.steps import BlendSteps
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.store import prefix_hashes
 from impress_sglang.store.prefix_hashes import namespace_text
 from impress_sglang.transfer.sources import WholeSource
+from tests.integration import tiny_model
 from tests.integration.tiny_model import draw
-from tests.integration.tree_world import TreeWorld, install, told_of
+from tests.integration.tree_world import TreeWorld, new_request, told_of
 from tests.unit.kv_factory import as_tokens
+from tests.unit.waiting import wait_until
 
 DOCUMENT = 300
 ASKED: dict[str, Any] = {"bits": 6.0, "blend": 0.25}
@@ -43,10 +45,11 @@ def world(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page_size: int, options: dict[str, Any]
 ) -> Iterator[TreeWorld]:
     """Documents 1, 2 and 3 are stored, in this order, and nothing is resident."""
-    install(monkeypatch)
+    # The model turns keys as it does.
+    monkeypatch.setattr(blends, "rotation_of", lambda model, option: tiny_model.ROTATION)
     # Which windows of a text are counted hangs on a random key: with few, it may be too few.
     monkeypatch.setattr(prefix_hashes.secrets, "token_bytes", bytes)
-    world = TreeWorld(tmp_path, page_size, **options)
+    world = TreeWorld(tmp_path, page_size, blend=0.25, blend_min_tokens=100, **options)
     for rid in "xy"[: world.config.write_after]:
         world.run(rid, [*shuffled(1, 2, 3), *range(12)], blend="off")
     world.flush()
@@ -69,9 +72,8 @@ def read(world: TreeWorld, req: Any, monkeypatch: pytest.MonkeyPatch) -> BlendJo
     """The job of a request, of which all is read and nothing computed."""
     job = blending(world, req)
     with monkeypatch.context() as still:
-        still.setattr(world.blends, "step", lambda: False)
-        while not world.is_read():
-            pass
+        still.setattr(world.cache.loads, "step", lambda: False)
+        wait_until(lambda: world.poll() or world.jobs.computing)
     return job
 
 
@@ -126,45 +128,15 @@ def test_a_blend_gives_way_if_computing_the_rest_of_it_is_slower(
     assert told["why"]["reason"] == "blend_slower" and told["path"] == "computed"
 
 
-@one_page_size
-def test_nearly_all_computed_again_is_nearly_exact(world: TreeWorld) -> None:
-    exact = world.model.kvs(torch.tensor(PROMPT))
-    errors = []
-    for share in (0.0, 0.99999):
-        req = world.request(f"r{share}", PROMPT, bits=6.0, blend=share, store=False)
-        world.settle(req)
-        length = world.admit(req)
-        found = world.kvs(req, length)
-        errors.append(
-            max(
-                float((kv - other[:length]).abs().max())
-                for pair in zip(found, exact, strict=True)
-                for kv, other in zip(*pair, strict=True)
-            )
-        )
-        world.compute(req)
-        world.end(req)
-    assert errors[1] < 1e-3 < errors[0]
-
-
 def test_the_second_request_hits_what_the_first_one_blended(world: TreeWorld) -> None:
     """In its class; no other sees it."""
     whole = len(PROMPT) // world.cache.page_size * world.cache.page_size
-    first = world.run("r", PROMPT, **ASKED)
-    assert first["why"]["reason"] == "blended"
-    req = world.request("again", [*PROMPT, 5], **ASKED)
-    assert world.match(req) == whole and not world.waits(req)
-    world.abort(req)
-    for wanted in (
-        {"bits": "exact"},
-        {"bits": 6.0, "blend": "off"},
-        {"bits": 6.0, "blend": 0.5},
-    ):
-        req = world.request("another", [*PROMPT, 5], **wanted)
-        assert world.match(req) < 32, wanted
-        world.abort(req)
-        world.jobs.drop_all()
-        world.jobs.wait_for_loader(10)
+    assert world.run("r", PROMPT, **ASKED)["why"]["reason"] == "blended"
+    others = {"bits": "exact"}, ASKED | {"blend": "off"}, ASKED | {"blend": 0.5}
+    for number, wanted in enumerate((ASKED, *others)):
+        req = new_request(f"r{number}", [*PROMPT, 5], **wanted)
+        assert (world.match(req) == whole) if wanted is ASKED else (world.match(req) < 32), wanted
+        world.cache.release_aborted_request(req.cache_request_handle)
 
 
 @one_page_size
@@ -183,20 +155,13 @@ def test_what_was_blended_is_stored_with_a_mark(world: TreeWorld) -> None:
     world.run("r", PROMPT, **ASKED)
     world.flush()
 
-    def stored(min_quality: Quality) -> int:
-        store, tokens = world.service.store, [*PROMPT, 5]
-        return int(
-            store.match(namespace_text(None, None), as_tokens(tokens), least=min_quality).num_tokens
-        )
+    def stored(least: Quality) -> int:
+        tokens, store = as_tokens([*PROMPT, 5]), world.service.store
+        return int(store.match(namespace_text(None, None), tokens, least=least).num_tokens)
 
     assert stored(Quality(1, 6.0, 0.25)) == whole
-    for better in (
-        EXACT,
-        Quality(1, 6.0),
-        Quality(1, 6.0, 0.5),
-        Quality(1, 8.0, 0.25),
-    ):
-        assert stored(better) < 32
+    better = EXACT, Quality(1, 6.0), Quality(1, 6.0, 0.5), Quality(1, 8.0, 0.25)
+    assert max(map(stored, better)) < 32
     again = world.run("again", [*PROMPT, 5], **ASKED)
     assert again["why"]["reason"] == "loaded" and again["prefix_tokens"] == whole
     assert not again["blended_tokens"]
@@ -228,27 +193,19 @@ def test_who_goes_away_leaves_nothing(
     assert world.run("s", PROMPT, **ASKED)["why"]["reason"] == "blended"
 
 
-def damage(monkeypatch: pytest.MonkeyPatch, *segments: str, error: Any = SegmentUnreadable) -> None:
-    """Reads of these segments fail, in the second layer; of all if none is named."""
-    original = WholeSource.read
-
-    def read(source: WholeSource, layer: int) -> Any:
-        bad = next(
-            (segment for segment in source.segment_ids if segment in segments or not segments), None
-        )
-        if layer == 1 and bad is not None:
-            raise error(bad, "a test")
-        return original(source, layer)
-
-    monkeypatch.setattr(WholeSource, "read", read)
-
-
 @pytest.mark.parametrize("error", [SegmentUnreadable, StoreUnavailable])
 @one_page_size
 def test_where_nothing_can_be_read_all_is_computed(
     world: TreeWorld, monkeypatch: pytest.MonkeyPatch, error: Any
 ) -> None:
-    damage(monkeypatch, error=error)
+    original = WholeSource.read
+
+    def read(source: WholeSource, layer: int) -> Any:
+        if layer == 1:
+            raise error(source.segment_ids[0], "a test")
+        return original(source, layer)
+
+    monkeypatch.setattr(WholeSource, "read", read)
     told = world.run("r", PROMPT, store=False, **ASKED)
     assert told["path"] == "computed" and told["prefix_tokens"] == 0
     assert not told["blended_tokens"]
@@ -259,7 +216,7 @@ def test_a_blend_that_takes_too_long_is_given_up(
     world: TreeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     object.__setattr__(world.config, "blend_seconds", 1e-9)
-    monkeypatch.setattr(world.blends.planner, "_too_slow", lambda *_: None)
+    monkeypatch.setattr(world.cache.loads.planner, "_too_slow", lambda *_: None)
     told = world.run("r", PROMPT, store=False, **ASKED)
     assert told["why"]["reason"] == "blend_too_long" and told["path"] == "computed"
 

@@ -24,7 +24,7 @@ from impress_sglang.plugin.request_tracker import namespace_of
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from impress_sglang.storage.layout import KVShape
 from tests.integration.tiny_model import draw
-from tests.integration.tree_world import TreeWorld, assert_same_kvs, told_of
+from tests.integration.tree_world import TreeWorld
 
 PREFIX = 320
 EXACT: dict[str, Any] = {"bits": "exact"}
@@ -37,7 +37,7 @@ ASKED = [*STORED[:PREFIX], *draw(2, 20)]
 @pytest.fixture
 def world(tmp_path: Path, page_size: int) -> Iterator[TreeWorld]:
     """A prompt is stored, and nothing is resident."""
-    world = TreeWorld(tmp_path, page_size, blend="off")
+    world = TreeWorld(tmp_path, page_size)
     world.run("first", STORED)
     world.flush()
     world.cache.take_events()
@@ -49,25 +49,6 @@ def block_hashes(events: list[Any], kind: str) -> list[int]:
     """Of what SGLang's events of one kind tell."""
     named = [event for event in events if type(event).__name__ == kind]
     return [block_hash for event in named for block_hash in event.block_hashes]
-
-
-def kvs_of(world: TreeWorld, rid: str, tokens: list[int], **wanted: object) -> tuple[Any, Any]:
-    """The report of a request, and the KVs of its prompt."""
-    req = world.request(rid, tokens, **wanted)
-    world.begin(req)
-    found = told_of(req), world.kvs(req, len(tokens))
-    world.end(req)
-    world.service.store.writes.drain()
-    return found
-
-
-def test_exact_kvs_are_those_that_were_computed(world: TreeWorld) -> None:
-    told, computed = kvs_of(world, "computed", draw(3, PREFIX + 1))
-    assert told["path"] == "computed"
-    world.flush()
-    told, loaded = kvs_of(world, "loaded", draw(3, PREFIX + 1), **EXACT)
-    assert told["path"] == "ssd" and told["loaded_tokens"] == PREFIX and not told["approximate"]
-    assert_same_kvs(loaded, computed, PREFIX)
 
 
 def test_who_needs_more_joins_and_then_loads_its_rest(world: TreeWorld, page_size: int) -> None:
@@ -107,23 +88,28 @@ class Drafting(TreeWorld):
             kvs[slots] = following[:, None, None].expand_as(kvs[slots])
 
 
-@pytest.mark.parametrize("eagle", [False, True])
-def test_slots_whose_drafts_depend_on_the_next_token(
-    tmp_path: Path, page_size: int, eagle: bool
+@pytest.mark.parametrize(
+    ("kind", "eagle"),
+    [(TreeWorld, False), (Drafting, False), (Drafting, True)],
+    ids=["no drafts", "drafts", "pairs of tokens"],
+)
+def test_exact_kvs_are_those_that_were_computed(
+    tmp_path: Path, page_size: int, kind: type[TreeWorld], eagle: bool
 ) -> None:
-    """Only those are loaded whose next token is stored, too; also where stored prompts part."""
-    world = Drafting(tmp_path, page_size, eagle=eagle, blend="off", bits="exact")
+    """Also where stored prompts part. With drafts only those slots are loaded whose next token is
+    stored, too."""
+    world, beyond = kind(tmp_path, page_size, eagle=eagle, bits="exact"), int(kind is Drafting)
     prompt = draw(3, PREFIX + 101)
     fork = [*prompt[:PREFIX], (prompt[PREFIX] + 1) % 50, *draw(4, 100)]
-    for name, asked, common in (("first", prompt, 0), ("fork", fork, PREFIX - 1)):
-        told, computed = kvs_of(world, name, asked)
+    for name, asked, common in (("first", prompt, 0), ("fork", fork, PREFIX - beyond)):
+        told, computed = world.run_for_kvs(name, asked)
         assert told["loaded_tokens"] == common // page_size * page_size
         for again in range(2):
             world.flush()
-            told, loaded = kvs_of(world, f"{name} {again}", asked)
-            whole = (len(asked) - 2) // page_size * page_size
+            told, loaded = world.run_for_kvs(f"{name} {again}", asked)
+            whole = (len(asked) - 1 - beyond) // page_size * page_size
             assert (told["path"], told["loaded_tokens"]) == ("ssd", whole)
-            assert_same_kvs(loaded, computed, whole)
+            world.assert_same_kvs(loaded, computed, whole)
             world.check_slots()
         assert world.run(f"{name} at once", asked)["path"] == "device"
         world.flush()
@@ -133,7 +119,7 @@ def test_slots_whose_drafts_depend_on_the_next_token(
 @pytest.mark.parametrize("eagle", [False, True])
 def test_a_purge_reaches_the_tree(tmp_path: Path, page_size: int, eagle: bool) -> None:
     """Also one of pairs, whose last page reaches beyond what is purged."""
-    world = TreeWorld(tmp_path, page_size, eagle=eagle, blend="off", bits="exact")
+    world = TreeWorld(tmp_path, page_size, eagle=eagle, bits="exact")
     prompt = draw(3, 10 * 16)
     world.run("computed", prompt)
     before = world.cache.evictable_size()
@@ -179,9 +165,13 @@ def test_a_class_has_a_tree_of_its_own(world: TreeWorld) -> None:
     assert told["approximate"] and told["bits"] == world.config.bits
 
 
-@pytest.mark.parametrize("queued", [False, True], ids=["ended", "put back"])
+@pytest.mark.parametrize(
+    ("queued", "step"),
+    [(False, "check_hicache_events"), (False, "on_idle"), (True, "check_hicache_events")],
+    ids=["ended", "ended, idle", "put back"],
+)
 def test_what_is_released_unfinished_is_over_unless_it_is_queued(
-    world: TreeWorld, queued: bool
+    world: TreeWorld, queued: bool, step: str
 ) -> None:
     """SGLang cannot put a beam group back into its queue, and ends it without a word."""
     req = world.request("own", ASKED)
@@ -191,7 +181,7 @@ def test_what_is_released_unfinished_is_over_unless_it_is_queued(
     world.release(req)
     if queued:
         world.scheduler.waiting_queue.append(req)
-    world.poll()
+    getattr(world.cache, step)()
     assert (world.cache._tracked.get("own") is not None) == queued
     assert world.service.totals["requests"] == before + (not queued)
     if queued:
@@ -200,9 +190,7 @@ def test_what_is_released_unfinished_is_over_unless_it_is_queued(
 
 def nearly_done(world: TreeWorld, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A request whose job lacks one layer, with a pass that takes longer than that."""
-    loads = world.cache.loads
-    assert loads is not None
-    began: list[LoadJob] = []
+    loads, began = world.cache.loads, list[LoadJob]()
     monkeypatch.setattr(loads._loader, "begin", began.append)
     monkeypatch.setattr(loads._service.estimator, "pass_seconds", lambda before, new: 1.0)
     req = world.request("own", ASKED)
@@ -214,9 +202,7 @@ def nearly_done(world: TreeWorld, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def end_job(world: TreeWorld, job: LoadJob) -> None:
     """The loader ends a job, having brought nothing."""
-    loads = world.cache.loads
-    assert loads is not None
-    loads._loader._end(job, JobState.DROPPED, None)
+    world.cache.loads._loader._end(job, JobState.DROPPED, None)
 
 
 def test_a_pass_begins_early_only_beside_nobody(
@@ -285,7 +271,7 @@ def test_nothing_is_loaded_any_more_when_the_store_is_set_aside(
 @pytest.mark.parametrize("where", ["disagg_prefill_inflight_queue", "running_mbs", "mbs"])
 def test_what_is_sent_or_in_another_batch_gives_its_slots_back(tmp_path: Path, where: str) -> None:
     """A prefill server, or a pass of a pipeline, runs nothing, and has no room before its end."""
-    world = TreeWorld(tmp_path, size=512, blend="off")
+    world = TreeWorld(tmp_path, size=512)
     world.run("first", STORED)
     world.flush()
     sent = world.request("sent", draw(6, 300))
@@ -307,14 +293,12 @@ OWN = [*ASKED[:-1], 3]
 
 
 @contextlib.contextmanager
-def running(
-    world: TreeWorld, tokens: list[int], *, left: int = PREFIX, **wanted: object
-) -> Iterator[None]:
+def running(world: TreeWorld, **wanted: object) -> Iterator[None]:
     """A request that runs, and leaves no room for another prefix."""
-    req = world.request("running", tokens, **wanted)
+    req = world.request("running", ASKED, **wanted)
     world.begin(req)
     world.scheduler.running_batch.reqs.append(req)
-    taken = world.allocator.alloc(world.allocator.available_size() - left)
+    taken = world.allocator.alloc(world.allocator.available_size() - PREFIX)
     yield
     world.allocator.free(taken)
     world.scheduler.running_batch.reqs.remove(req)
@@ -327,7 +311,7 @@ def is_exact(world: TreeWorld, rid: str) -> bool:
 
 
 def test_who_would_wait_for_room_uses_them(world: TreeWorld) -> None:
-    with running(world, ASKED, **EXACT):
+    with running(world, **EXACT):
         req = world.request("own", OWN)
         assert world.waits(req), "there may be room"
         world.poll()
@@ -339,7 +323,7 @@ def test_who_would_wait_for_room_uses_them(world: TreeWorld) -> None:
 
 
 def test_who_asks_for_exact_kvs_uses_no_others(world: TreeWorld) -> None:
-    with running(world, ASKED):
+    with running(world):
         req = world.request("own", OWN, **EXACT)
         world.poll()
         assert world.waits(req) and is_exact(world, "own")
@@ -347,7 +331,7 @@ def test_who_asks_for_exact_kvs_uses_no_others(world: TreeWorld) -> None:
 
 
 def test_when_they_are_gone_it_loads_what_it_asked_for(world: TreeWorld) -> None:
-    with running(world, ASKED, **EXACT):
+    with running(world, **EXACT):
         req = world.request("own", OWN)
         world.poll()
         assert is_exact(world, "own")

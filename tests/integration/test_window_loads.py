@@ -7,11 +7,9 @@ from array import array
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -23,7 +21,6 @@ from impress_sglang.config import EXACTLY
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.tree_nodes import match_resident
 from impress_sglang.storage.layout import KVShape
-from tests.integration.test_tree_loads import kvs_of
 from tests.integration.tiny_model import draw
 from tests.integration.tree_world import SHAPE, TreeWorld
 
@@ -106,7 +103,7 @@ def page(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def world(tmp_path: Path, page: int) -> Iterator[WindowWorld]:
-    world = WindowWorld(tmp_path, page, size=SIZE, blend="off", bits="exact")
+    world = WindowWorld(tmp_path, page, size=SIZE, bits="exact")
     yield world
     world.service.store.writes.drain()
     world.check_slots()
@@ -115,19 +112,10 @@ def world(tmp_path: Path, page: int) -> Iterator[WindowWorld]:
     world.close()
 
 
-def assert_same_kvs(left: Any, right: Any, length: int, page: int) -> None:
-    """Of layers with windows those that the next token needs, of others all."""
-    window = -(-WINDOW // page) * page
-    for layer, (mine_all, others) in enumerate(zip(left, right, strict=True)):
-        first = max(length - window, 0) if layer in WINDOWED else 0
-        for mine, other in zip(mine_all, others, strict=True):
-            torch.testing.assert_close(mine[first:length], other[first:length], rtol=0, atol=1e-5)
-
-
 def test_what_was_computed_comes_back(world: WindowWorld, page: int) -> None:
     prompt = draw(1, 700)
     stored = len(prompt) // page * page
-    told, computed = kvs_of(world, "computed", prompt)
+    told, computed = world.run_for_kvs("computed", prompt)
     assert told["path"] == "computed"
     world.flush()
     for name, asked, length in (
@@ -135,9 +123,9 @@ def test_what_was_computed_comes_back(world: WindowWorld, page: int) -> None:
         ("fork", [*prompt[:450], *draw(2, 200)], 450 // page * page),
         ("shorter than a window", [*prompt[:90], *draw(3, 30)], 90 // page * page),
     ):
-        told, loaded = kvs_of(world, name, asked)
+        told, loaded = world.run_for_kvs(name, asked)
         assert told["loaded_tokens"] == length
-        assert_same_kvs(computed, loaded, length, page)
+        world.assert_same_kvs(computed, loaded, length)
         world.check_slots()
         # What was computed behind it is what it would be behind what was computed.
         world.flush()
@@ -145,11 +133,11 @@ def test_what_was_computed_comes_back(world: WindowWorld, page: int) -> None:
 
 def test_layers_with_windows_beside_few_bits(tmp_path: Path) -> None:
     """They are as they were, as if of another shape."""
-    world = WindowWorld(tmp_path, size=SIZE, blend="off")
+    world = WindowWorld(tmp_path, size=SIZE)
     prompt = draw(17, 700)
-    _, computed = kvs_of(world, "computed", prompt)
+    _, computed = world.run_for_kvs("computed", prompt)
     world.flush()
-    told, loaded = kvs_of(world, "loaded", [*prompt, 1])
+    told, loaded = world.run_for_kvs("loaded", [*prompt, 1])
     assert (told["path"], told["loaded_tokens"], told["bits"]) == ("ssd", len(prompt), 6.0)
     for layer, (computed_kvs, others) in enumerate(zip(computed, loaded, strict=True)):
         for mine, other in zip(computed_kvs, others, strict=True):
@@ -162,31 +150,31 @@ def test_layers_with_windows_beside_few_bits(tmp_path: Path) -> None:
 def test_a_tail_behind_what_is_resident(world: WindowWorld, page: int) -> None:
     """It is shorter than a window, of which the beginning is resident."""
     prompt = draw(4, 640)
-    _, computed = kvs_of(world, "computed", prompt)
+    _, computed = world.run_for_kvs("computed", prompt)
     world.flush()
     world.run("first", [*prompt[:512], 1])
     assert world.resident(prompt) == 512
-    told, loaded = kvs_of(world, "second", [*prompt[:576], *draw(5, 20)])
+    told, loaded = world.run_for_kvs("second", [*prompt[:576], *draw(5, 20)])
     length = 576 // page * page
     assert told["loaded_tokens"] + told["resident_tokens"] == length
-    assert_same_kvs(computed, loaded, length, page)
+    world.assert_same_kvs(computed, loaded, length)
 
 
 def test_rows_that_were_evicted_come_back(world: WindowWorld, page: int) -> None:
     """All slots are there, and nobody can use them until the last rows are."""
     prompt = draw(6, 768)
-    _, computed = kvs_of(world, "computed", prompt)
+    _, computed = world.run_for_kvs("computed", prompt)
     length = 768 // page * page
     assert world.resident(prompt) == length
     world.run("other", draw(7, 256))
     world.cache.evict(EvictParams(swa_num_tokens=ROWS))
     fork = [*prompt[:640], *draw(8, 40)]
-    told, loaded = kvs_of(world, "fork", fork)
+    told, loaded = world.run_for_kvs("fork", fork)
     assert told["loaded_tokens"] == 640
-    assert_same_kvs(computed, loaded, 640, page)
-    told, loaded = kvs_of(world, "whole", [*prompt, 1])
+    world.assert_same_kvs(computed, loaded, 640)
+    told, loaded = world.run_for_kvs("whole", [*prompt, 1])
     assert told["loaded_tokens"] + told["resident_tokens"] == length
-    assert_same_kvs(computed, loaded, length, page)
+    world.assert_same_kvs(computed, loaded, length)
 
 
 def test_only_what_has_its_rows_is_restored(world: WindowWorld, page: int) -> None:
@@ -229,7 +217,7 @@ def test_whoever_is_next_needs_rows_that_others_hold(
 ) -> None:
     """Nothing runs, so nobody would ever give them back."""
     monkeypatch.setattr("tests.integration.test_window_loads.ROWS", 320)
-    world = WindowWorld(tmp_path, size=SIZE, blend="off", bits="exact")
+    world = WindowWorld(tmp_path, size=SIZE, bits="exact")
     prompts = [draw(seed, 200) for seed in (13, 14, 15)]
     for number, prompt in enumerate(prompts):
         world.run(f"stored {number}", prompt)

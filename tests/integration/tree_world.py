@@ -13,13 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req, ReqKvInfo
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -44,7 +43,6 @@ from tests.unit.waiting import wait_until
 
 SHAPE = make_shape(layers=4, probe=(), coded=True)
 IDENTITY = "0" * 32
-BLENDS: dict[str, Any] = {"blend": 0.25, "blend_min_tokens": 100, "load": "always"}
 
 
 class Batch:
@@ -72,39 +70,10 @@ def new_request(
     return req
 
 
-def matched(cache: Any, req: Any) -> MatchResult:
-    """What SGLang finds in a tree for a request, all but its last token, and notes of it."""
-    tokens = req.full_untruncated_fill_ids
-    key = RadixKey(tokens, req.extra_key, limit=len(tokens) - 1)
-    match = cache.match_prefix(MatchPrefixParams(key=key, req=req))
-    req.last_node = match.last_device_node
-    return match
-
-
-def assert_same_kvs(left: tiny_model.KVs, right: tiny_model.KVs, length: int) -> None:
-    """Of the first tokens, in all layers, to the bit."""
-    for kvs, others in zip(left, right, strict=True):
-        for mine, other in zip(kvs, others, strict=True):
-            assert torch.equal(mine[:length], other[:length])
-
-
-def report_of(req: Any) -> Report | None:
-    """The report that a request was given last; None if it was never matched."""
-    return getattr(req, "impress_report", None)
-
-
-def told_of(req: Req) -> dict[str, Any]:
+def told_of(req: Any) -> Report:
     """What the answer of a request says."""
-    report = report_of(req)
-    assert report is not None
+    report: Report = req.impress_report
     return report
-
-
-def check_slots(cache: Any, allocator: Any) -> None:
-    """SGLang's equation, where no request runs."""
-    held = allocator.available_size() + cache.evictable_size() + cache.protected_size()
-    assert held == allocator.size
-    cache._check_requests()
 
 
 class TreeWorld:
@@ -128,9 +97,9 @@ class TreeWorld:
         **options: Any,
     ) -> None:
         """`eagle`: keys are those of pairs of tokens."""
-        defaults = DEFAULTS | {"policy": "impress", "retention": 1.0, "bits": 6.0}
-        defaults |= {"min_prefix_tokens": 16}
-        self.config = ImpressConfig(ssd_dir=str(root), **(defaults | BLENDS | options))
+        defaults = {"policy": "impress", "retention": 1.0, "bits": 6.0}
+        defaults |= {"min_prefix_tokens": 16, "load": "always"}
+        self.config = ImpressConfig(ssd_dir=str(root), **(DEFAULTS | defaults | options))
         self.model = tiny_model.Model(self.shape)
         self.rows = ReqToTokenPool(16, size, "cpu", enable_memory_saver=False)
         self.pool: Any
@@ -208,21 +177,22 @@ class TreeWorld:
     def jobs(self) -> Any:
         return self.cache.loads.jobs
 
-    @property
-    def blends(self) -> Any:
-        return self.cache.loads
-
     def request(self, rid: str, tokens: Sequence[int], **wanted: Any) -> Any:
         """One that is queued; see `new_request`."""
         req = new_request(rid, tokens, **wanted)
         self.match(req)
         self.scheduler.waiting_queue.append(req)
-        self.cache.prefetch_from_storage(req.cache_request_handle)
+        if self.scheduler.enable_lmcache:
+            self.cache.prefetch_from_storage(req.cache_request_handle)
         return req
 
     def match(self, req: Any) -> int:
-        """How many tokens SGLang finds in its tree for a request."""
-        return int(matched(self.cache, req).device_prefix_len)
+        """How many tokens SGLang finds in its tree for a request, all but its last token."""
+        tokens = req.full_untruncated_fill_ids
+        key = RadixKey(tokens, req.extra_key, limit=len(tokens) - 1)
+        match = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
+        req.last_node, req.host_hit_length = match.last_device_node, match.host_hit_length
+        return int(match.device_prefix_len)
 
     def poll(self) -> None:
         """What the scheduler does once per pass."""
@@ -233,12 +203,8 @@ class TreeWorld:
         wait_until(lambda: not self.jobs.jobs or bool(self.poll()))
 
     def waits(self, req: Any) -> bool:
-        return not self.cache.check_prefetch_progress(req.cache_request_handle)
-
-    def is_read(self) -> bool:
-        """Poll until a blend is read; not a block of it is computed then, or one."""
-        self.poll()
-        return bool(self.jobs.computing)
+        handle = req.cache_request_handle
+        return self.scheduler.enable_lmcache and not self.cache.check_prefetch_progress(handle)
 
     def settle(self, req: Any) -> None:
         """Poll until a request need not wait any longer."""
@@ -308,6 +274,17 @@ class TreeWorld:
         self.service.store.writes.drain()
         return report
 
+    def run_for_kvs(
+        self, rid: str, tokens: Sequence[int], **wanted: object
+    ) -> tuple[dict[str, Any], tiny_model.KVs]:
+        """All of a request; returns its report, and the KVs of its prompt."""
+        req = self.request(rid, tokens, **wanted)
+        self.begin(req)
+        kvs = self.kvs(req, len(tokens))
+        self.end(req)
+        self.service.store.writes.drain()
+        return told_of(req), kvs
+
     def begin(self, req: Any) -> None:
         """A queued request is admitted as soon as it may be, and computed."""
         self.settle(req)
@@ -337,8 +314,10 @@ class TreeWorld:
         return True
 
     def check_slots(self) -> None:
-        """See the function."""
-        check_slots(self.cache, self.allocator)
+        """SGLang's equation, where no request runs."""
+        held = self.cache.evictable_size() + self.cache.protected_size()
+        assert self.allocator.available_size() + held == self.allocator.size
+        self.cache._check_requests()
 
     def kvs(self, req: Any, count: int) -> tiny_model.KVs:
         """The KVs of the first tokens of an admitted request."""
@@ -349,6 +328,15 @@ class TreeWorld:
             found.append((keys[places], values[places]))
         return found
 
+    def assert_same_kvs(self, left: tiny_model.KVs, right: tiny_model.KVs, length: int) -> None:
+        """Of the first tokens, to the bit; of layers with windows those that the next one needs."""
+        page = self.cache.page_size
+        for layer, pairs in enumerate(zip(left, right, strict=True)):
+            window = self.window_of(layer)
+            first = 0 if window is None else max(length - -(-window // page) * page, 0)
+            for one, other in zip(*pairs, strict=True):
+                assert torch.equal(one[first:length], other[first:length])
+
     def close(self) -> None:
         """Nothing runs, waits or is lost any more."""
         self.rest()
@@ -357,8 +345,3 @@ class TreeWorld:
         self.check_slots()
         assert not self.jobs.waiters and not list(self.cache._tracked)
         self.cache.release_host_resources()
-
-
-def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model here turns keys as it does."""
-    monkeypatch.setattr(blends, "rotation_of", lambda model, option: tiny_model.ROTATION)

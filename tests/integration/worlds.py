@@ -60,7 +60,7 @@ class World(TreeWorld):
 
     def __init__(self, root: Path, **options: Any) -> None:
         self.weights, self.asked = OLD, 0
-        super().__init__(root, **({"bits": "exact", "blend": "off", "load": "faster"} | options))
+        super().__init__(root, **({"bits": "exact", "load": "faster"} | options))
         self._connect_updater()
 
     def make_pool(self, size: int, page_size: int) -> None:
@@ -157,6 +157,7 @@ class World(TreeWorld):
         """A prompt is computed and resident; its write may still go on. Returns its request."""
         req = self.request(rid, tokens, **how)
         self.serve(req, answer)
+        self.rest()
         return req
 
     def store_prompt(self) -> None:
