@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,15 +110,14 @@ def test_configurations(name: str, tmp_path: Path) -> None:
 LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
 
 
+CHUNKED = {"num_hidden_layers": 1, "layer_types": ["chunked_attention"]}
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "word"),
     [
         ("Gemma2", {}, "attn_logit_softcapping"),
-        (
-            "Llama",
-            {"num_hidden_layers": 1, "layer_types": ["chunked_attention"]},
-            "of type chunked",
-        ),
+        ("Llama", CHUNKED, "of type chunked"),
         ("Llama", {"rope_scaling": LONG_ROPE}, r"this model has .*longrope"),
         ("Cohere2", {"rope_parameters": {"sliding_attention": LONG_ROPE}}, "longrope"),
     ],
@@ -159,12 +157,7 @@ def test_models_that_keep_other_things_than_kvs_of_all_tokens(
 
 def test_a_pool_for_windows_beside_what_it_is_not_restored_for() -> None:
     check_extra_pools(options(speculative_algorithm="NGRAM", tp_size=2), "windows")
-    others = {
-        "pp_size": 2,
-        "speculative_algorithm": "EAGLE",
-        "disaggregation_mode": "prefill",
-    }
-    for name, value in others.items():
+    for name, value in ({"pp_size": 2} | DRAFTS | PREFILL).items():
         with pytest.raises(UnsupportedError, match=f"drop --{name.replace('_', '-')} {value}"):
             check_extra_pools(options(**{name: value}), "windows")
 
@@ -338,42 +331,39 @@ def test_dtypes_and_scales_of_kvs_are_part_of_the_identity() -> None:
         assert all(one != other for one, other in itertools.combinations(found, 2))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("policy", "paper"), ("blend", 0.15), ("basis", "a.basis"), ("schedule", "classes")],
-)
-def test_several_ranks_are_refused_what_one_would_decide(name: str, value: object) -> None:
-    """And may have adapters and drafts, also with a basis."""
-    config = ImpressConfig(**{name: value})
-    for flags in ({"enable_lora": True}, {"lora_paths": ["a"]}, {"speculative_algorithm": "EAGLE"}):
-        check_options(config if name == "basis" else ImpressConfig(), options(tp_size=2, **flags))
-    check_options(config, options(tp_size=1, pp_size=1))
-    for size in ("tp_size", "pp_size"):
-        check_options(ImpressConfig(), options(**{size: 2}))
-        if (name, size) == ("basis", "tp_size"):
-            # Each has one of its own.
-            check_options(config, options(tp_size=2))
-            continue
-        words = f"drop --{size.replace('_', '-')} 2, or --impress-{name}"
-        with pytest.raises(UnsupportedError, match=words):
-            check_options(config, options(**{size: 2}))
+PARTS, BLENDS, BASIS = {"policy": "paper"}, {"blend": 0.15}, {"basis": "a.basis"}
+CLASSES = {"schedule": "classes"}
+PREFILL, DRAFTS = {"disaggregation_mode": "prefill"}, {"speculative_algorithm": "EAGLE"}
+# Options of ours and of SGLang's that do not go together, and what is said of that.
+NOT_TOGETHER: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    *(
+        (mine, {size: 2}, f"drop --{size.replace('_', '-')} 2, or --impress-{next(iter(mine))}")
+        for mine in (PARTS, BLENDS, CLASSES, BASIS)
+        for size in ("tp_size", "pp_size")
+        # Each rank has a basis of its own.
+        if (mine, size) != (BASIS, "tp_size")
+    ),
+    (PARTS, PREFILL, "no KVs to"),
+    (BLENDS, PREFILL, "no KVs to"),
+    (BLENDS, DRAFTS, "without drafts"),
+    ({}, DRAFTS | {"pp_size": 2}, "knows no drafts of a pipeline"),
+]
 
 
-@pytest.mark.parametrize(
-    ("flags", "others", "words"),
-    [
-        ({"disaggregation_mode": "prefill"}, ({"policy": "paper"}, {"blend": 0.15}), "no KVs to"),
-        ({"speculative_algorithm": "EAGLE"}, ({"blend": 0.15},), "without drafts"),
-    ],
-)
-def test_what_has_whole_prefixes_of_one_model(
-    flags: dict[str, Any], others: Sequence[dict[str, Any]], words: str
-) -> None:
-    """Servers that prefill for others, and those that draft."""
-    check_options(ImpressConfig(), options(**flags))
-    for other in others:
-        with pytest.raises(UnsupportedError, match=words):
-            check_options(ImpressConfig(**other), options(**flags))
+@pytest.mark.parametrize(("mine", "flags", "words"), NOT_TOGETHER)
+def test_what_does_not_go_together(mine: dict[str, Any], flags: Any, words: str) -> None:
+    """Each is served without the other."""
+    check_options(ImpressConfig(**mine), options())
+    for name, value in flags.items():
+        check_options(ImpressConfig(), options(**{name: value}))
+    with pytest.raises(UnsupportedError, match=words):
+        check_options(ImpressConfig(**mine), options(**flags))
+
+
+@pytest.mark.parametrize("mine", [{}, BASIS])
+@pytest.mark.parametrize("flags", [{"enable_lora": True}, {"lora_paths": ["a"]}, DRAFTS])
+def test_ranks_may_have_adapters_and_drafts(mine: dict[str, Any], flags: dict[str, Any]) -> None:
+    check_options(ImpressConfig(**mine), options(tp_size=2, **flags))
 
 
 def adapter(seed: int, scaling: float = 2.0) -> Any:
