@@ -91,12 +91,10 @@ def test_a_purge_empties_the_pool_of_a_namespace_or_of_all(world: World, everyth
         assert reason == (Reason.NEVER_STORED if namespace in gone else Reason.RESIDENT)
 
 
-def purged_by_age(world: World, **fields: Any) -> list[Any]:
-    """The answers of all steps that removed something, and of the last one."""
-    answers = [world.told("purge", older_than=100, **fields)]
-    while answers[-1].get("left"):
-        answers.append(world.told("purge", older_than=100, **fields))
-    return [answer for answer in answers if answer.get("segments") != 0 or not answer["left"]]
+def purged_by_age(world: World, **fields: Any) -> int:
+    """How many segments all steps have removed."""
+    answer = world.told("purge", older_than=100, **fields)
+    return int(answer["segments"]) + (purged_by_age(world, **fields) if answer["left"] else 0)
 
 
 def test_a_purge_by_age_is_answered_in_steps(world: World) -> None:
@@ -105,9 +103,8 @@ def test_a_purge_by_age_is_answered_in_steps(world: World) -> None:
     make_old(world)
     world.stored_after("c", 4000, prompt=OTHER)
 
-    assert purged_by_age(world, input_ids=STORED)[0]["segments"] == 1
-    assert purged_by_age(world, everything=True)[0]["segments"] == 1
-    assert purged_by_age(world, everything=True)[0]["segments"] == 0
+    assert purged_by_age(world, input_ids=STORED) == 1
+    assert [purged_by_age(world, everything=True) for _ in range(2)] == [1, 0]
     assert admitted(world, STORED)["reason"] == Reason.PURGED
     assert len(world.service.store.tree) > 0
 
@@ -190,30 +187,16 @@ def test_no_order_ends_the_scheduler(world: World) -> None:
     assert world.told("purge", STORED) == {"error": "no store is in use: weights change"}
 
 
-@pytest.mark.parametrize("options", [SELDOM])
-def test_what_a_request_says_of_being_stored(world: World) -> None:
-    """Nothing of it is, and it counts as no sight; or all of it is, at first sight."""
-    for number in range(3):
-        assert world.stored_after(f"n{number}", 2000, store=False) == 0
-    assert world.stored_after("first", 3000) == 0
-    assert world.stored_after("again", 4000) == TOKENS
-    assert world.stored_after("once", 5000, prompt=OTHER, store=True) == 3 * TOKENS
-
-
-def test_a_request_says_how_long_it_is_stored(world: World) -> None:
-    for number, ttl in enumerate((3600, 0)):
-        wanted = {"ttl": ttl} if ttl else {}
-        world.stored_after(f"r{number}", 2000, prompt=(STORED, OTHER)[number], **wanted)
-    ends = sorted(segment.info.expires for segment in world.service.store.tree.segments())
-    assert ends[0] == 0 and 0 < ends[1] - time.time() <= 3601
-
-
-@pytest.mark.parametrize("wish", ["low", "normal", "high"])
-def test_a_request_says_before_what_it_goes(world: World, wish: str) -> None:
+@pytest.mark.parametrize(("wish", "ttl"), [("low", 3600), ("normal", None), ("high", None)])
+def test_a_request_says_how_long_it_is_stored_and_before_what_it_goes(
+    world: World, wish: str, ttl: int | None
+) -> None:
     """As far as the header of the file that it stores."""
-    world.stored_after("r", 2000, priority=wish)
+    world.stored_after("r", 2000, priority=wish, **({} if ttl is None else {"ttl": ttl}))
     (path,) = Path(world.service.config.ssd_path).glob("*/segments/*/*")
-    assert read_header(path, FileSystem()).info.priority is Priority[wish.upper()]
+    info = read_header(path, FileSystem()).info
+    assert info.priority is Priority[wish.upper()]
+    assert info.expires == 0 if ttl is None else 0 < info.expires - time.time() <= ttl + 1
     rows = world.told("overview", after=0, below=None)["segments"]
     assert [row["priority"] for row in rows] == [wish]
 
@@ -264,18 +247,48 @@ def test_each_purge_is_seen_through_before_the_next_one_begins(
     assert names == sorted(names, key=names.index)
 
 
+ANSWER = [*range(5000, 5000 + TOKENS)]
+CONVERSATION = [*STORED, *range(2000, 2000 + TOKENS), *ANSWER]
+# Requests one after the other, each with a question of its own unless it names one, and how many
+# tokens are stored after each.
+SIGHTS: dict[str, list[tuple[int, dict[str, Any]]]] = {
+    "what two ask for, and no question": [(0, {}), (TOKENS, {}), (TOKENS, {}), (TOKENS, {})],
+    "one who wants nothing stored does not count": [
+        *[(0, {"question": 2000, "store": False})] * 3,
+        (0, {}),
+        (TOKENS, {}),
+    ],
+    "at first sight, if it is asked for": [(2 * TOKENS, {"store": True})],
+    "in a namespace": [(0, {"namespace": "other"}), (0, {}), (TOKENS, {})],
+    # SGLang computes their prompt first, without a token behind it.
+    "samples of one request are one": [
+        *(
+            (0, {"question": 2000, "sampling": {"n": 2, "max_new_tokens": count}})
+            for count in (0, 8, 8)
+        ),
+        (2 * TOKENS, {"question": 2000}),
+    ],
+    # The last answer was seen by whom it was given to; the turn under way is not stored.
+    "a conversation, one turn later": [
+        (0, {"question": 2000, "answer": ANSWER}),
+        (len(CONVERSATION), {"prompt": CONVERSATION}),
+    ],
+}
+
+
 @pytest.mark.parametrize("options", [SELDOM])
-def test_what_two_ask_for_is_stored(world: World) -> None:
-    """Questions that nobody asks again are not."""
-    stored = [world.stored_after(f"r{number}", 2000 + 100 * number) for number in range(4)]
-    assert stored == [0, TOKENS, TOKENS, TOKENS]
-    assert world.stored(STORED) == TOKENS
+@pytest.mark.parametrize("requests", SIGHTS.values(), ids=SIGHTS)
+def test_what_is_stored_at_which_sight(
+    world: World, requests: list[tuple[int, dict[str, Any]]]
+) -> None:
+    for number, (stored, how) in enumerate(requests):
+        question = {"question": 3000 + 100 * number}
+        assert world.stored_after(f"r{number}", **(question | how)) == stored
 
 
 @pytest.mark.parametrize("options", [SELDOM])
 @pytest.mark.parametrize("retracted", [False, True])
-def test_others_do_not_count(world: World, retracted: bool) -> None:
-    """Neither a request that is matched again, nor one of another namespace."""
+def test_a_request_that_is_matched_again_counts_once(world: World, retracted: bool) -> None:
     req = world.request("r", [*STORED, *range(2000, 2064)])
     for _ in range(2):
         if retracted:
@@ -283,39 +296,18 @@ def test_others_do_not_count(world: World, retracted: bool) -> None:
         world.match(req)
     world.serve(req)
     world.flush()
-    assert world.stored_after("s", 2000, namespace="other") == 0
+    assert world.stored(STORED) == 0
     assert world.stored_after("t", 3000) == TOKENS
-
-
-@pytest.mark.parametrize("options", [SELDOM])
-def test_samples_of_one_request_are_one(world: World) -> None:
-    """SGLang computes its prompt first, without a token behind it."""
-    for rid, new_tokens in (("r", 0), ("r-1", 8), ("r-2", 8)):
-        assert world.stored_after(rid, 2000, sampling={"n": 2, "max_new_tokens": new_tokens}) == 0
-    assert world.stored_after("s", 2000) == 2 * TOKENS
-
-
-@pytest.mark.parametrize("options", [SELDOM])
-def test_a_conversation_is_stored_one_turn_later(world: World) -> None:
-    """All of it but the turn under way: the last answer was seen by whom it was given to."""
-    answer = [*range(5000, 5000 + TOKENS)]
-    assert world.stored_after("r", 2000, answer=answer) == 0
-    talk = [*STORED, *range(2000, 2000 + TOKENS), *answer]
-    assert world.stored_after("s", 3000, prompt=talk) == len(talk)
 
 
 # The integrity check: by command only, in steps between which requests are served.
 
 
-def polled(world: World) -> str:
-    """As by `GET /impress/stats`."""
-    integrity: str = world.told("stats")["integrity"]
-    return integrity
-
-
 def check(world: World, *, begin: bool = True) -> str:
-    integrity: str = world.told("check", begin=begin)["integrity"]
-    return integrity
+    """A step of the check; what it has found is what polls tell."""
+    state: str = world.told("check", begin=begin)["integrity"]
+    assert world.told("stats")["integrity"] == state
+    return state
 
 
 def checked(world: World) -> str:
@@ -335,9 +327,9 @@ def test_polls_tell_what_the_last_check_found(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.stored_after("a", 2000)
-    assert [polled(world) for _ in range(3)] == ["unchecked"] * 3
-    assert check(world, begin=False) == "unchecked", "nobody has begun one"
-    assert checked(world) == "ok" == polled(world)
+    for _ in range(3):
+        assert check(world, begin=False) == "unchecked", "nobody has begun one"
+    assert checked(world) == "ok"
     for error in (AssertionError, KeyError):
 
         def fail(error: type[Exception] = error) -> Iterator[None]:
@@ -346,7 +338,7 @@ def test_polls_tell_what_the_last_check_found(
 
         with monkeypatch.context() as patch:
             patch.setattr(world.service.store, "check_steps", fail)
-            assert checked(world) == "failed" == polled(world)
+            assert checked(world) == "failed"
         assert "the integrity check of IMPRESS failed" in caplog.text
     assert checked(world) == "ok"
 
@@ -370,7 +362,7 @@ def test_a_check_finds_what_is_wrong(world: World, damage: str) -> None:
 @pytest.mark.usefixtures("slow")
 def test_requests_are_served_while_a_check_goes_on(world: World) -> None:
     world.stored_after("a", 2000)
-    assert check(world) == "running" == polled(world)
+    assert check(world) == "running"
     world.stored_after("b", 3000, prompt=OTHER)
     assert check(world) == "running", "who comes later waits for the same"
     world.make_resident(STORED)
