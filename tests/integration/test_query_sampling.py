@@ -41,13 +41,14 @@ class Model(torch.nn.Module):
 
 
 def test_the_last_queries_of_wanted_prompts_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model(monkeypatch)
-    numbers = {0: 3, 1: 2}
+    model, numbers = Model(monkeypatch), {0: 3, 1: 2}
     sampler = QuerySampler(model, numbers.__getitem__)
     lengths = {"a": 3, "b": MEASURED_QUERIES + 5, "c": 2}
     queries = torch.randn(sum(lengths.values()), HEADS * DIM)
+    assert model.hooks() == 0
     sampler.sample_next_prompt("b")
     sampler.sample_next_prompt("c")
+    assert model.hooks() == 2
 
     model.extend(queries, lengths)
 
@@ -57,19 +58,8 @@ def test_the_last_queries_of_wanted_prompts_are_sampled(monkeypatch: pytest.Monk
     for layer, number in numbers.items():
         assert torch.equal(found[number], expected + layer)
     assert sampler.take("b") == sampler.take("a") == {}
+    assert model.hooks() == 2
     assert len(sampler.take("c")[3]) == 2
-
-
-def test_modules_have_hooks_only_while_a_prompt_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model(monkeypatch)
-    sampler = QuerySampler(model, lambda layer: layer)
     assert model.hooks() == 0
-    sampler.sample_next_prompt("a")
-    sampler.sample_next_prompt("b")
-    assert model.hooks() == 2
-    sampler.take("a")
-    assert model.hooks() == 2
-    sampler.take("b")
-    assert model.hooks() == 0
-    model.extend(torch.randn(4, HEADS * DIM), {"b": 4})
-    assert sampler.take("b") == {}
+    model.extend(queries, lengths)
+    assert sampler.take("c") == {}

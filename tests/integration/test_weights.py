@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,15 +47,6 @@ def test_messages_that_may_change_weights() -> None:
     assert causes == ["<lambda>", True] * 2
 
 
-def test_update_that_flushes(world: World) -> None:
-    """The identity is asked once, when the update is over."""
-    assert world.call("update_weights_from_disk").success
-    assert world.used() and world.asked == 1
-    assert world.service.identity == NEW and world.stored(STORED) == 0
-    assert world.call("update_weights_from_disk", model_path=OLD).success
-    assert world.used() and world.stored(STORED) == TOKENS
-
-
 def test_update_that_leaves_kvs(world: World) -> None:
     """Nothing is read nor written until the next flush."""
     world.prefill("resident", OTHER)
@@ -89,33 +81,18 @@ def test_session(world: World) -> None:
     assert world.flush() and world.service.suspended is None
 
 
-@pytest.mark.parametrize("action", ["snapshot", "compare", "checksum"])
-def test_checks_that_only_look(world: World, action: str) -> None:
-    world.prefill("written", OTHER)
-    assert world.call("check_weights", action=action).success
-    assert world.service.suspended is None and world.asked == 0
-    world.service.store.writes.drain()
-    assert world.stored(OTHER) == TOKENS
-
-
 def test_write_under_way_is_given_up(world: World) -> None:
     """A layer that is being read is waited for, no other is read, and nothing is published."""
     world.pool.go_on.clear()
     world.pool.reading.clear()
     world.prefill("written", OTHER)
     assert world.pool.reading.wait(30)
-    done = threading.Event()
-
-    def release() -> None:
-        world.call("release_memory_occupation", tags=["kv_cache"])
-        done.set()
-
-    thread = threading.Thread(target=release)
-    thread.start()
-    assert not done.wait(0.2), "the pool is paused under a copy"
-    world.pool.go_on.set()
-    thread.join(30)
-    assert done.is_set() and world.pool.paused
+    with ThreadPoolExecutor(1) as pool:
+        release = pool.submit(world.call, "release_memory_occupation", tags=["kv_cache"])
+        time.sleep(0.2)
+        assert not release.done(), "the pool is paused under a copy"
+        world.pool.go_on.set()
+    assert release.exception() is None and world.pool.paused
     world.service.store.writes.drain()
     assert not world.cache._saves.writing_tokens
     world.call("resume_memory_occupation", tags=["kv_cache"])
@@ -190,15 +167,24 @@ def test_what_names_a_model() -> None:
     assert [name for name, _ in kv_tensors(Model())] == ["embed.weight", "inner.scale"]
 
 
-@pytest.mark.parametrize(("method", "cause"), [("save_sharded_model", None), ("own", "called")])
-def test_calls_of_methods(world: World, method: str, cause: str | None) -> None:
-    """Whatever a scheduler is told to call may change weights, but for what is known."""
-    world.prefill("resident", OTHER)
+@pytest.mark.parametrize(
+    ("fields", "cause"),
+    [
+        *(({"action": action}, None) for action in ("snapshot", "compare", "checksum")),
+        ({"method": "save_sharded_model"}, None),
+        ({"method": "another"}, "called"),
+    ],
+)
+def test_calls_of_methods(world: World, fields: dict[str, str], cause: str | None) -> None:
+    """Whatever a scheduler is told to call may change weights, but for what only reads them."""
+    world.prefill("written", OTHER)
 
     def called(request: Any) -> str:
         world.weights = NEW
         return "answer"
 
-    request = SimpleNamespace(method=method)
+    request = SimpleNamespace(**fields)
     assert around_handler(called, world.scheduler, world.cache.weights, request) == "answer"
     assert world.service.suspended == cause
+    world.service.store.writes.drain()
+    assert world.stored(OTHER) == (TOKENS if cause is None else 0)
