@@ -22,29 +22,26 @@ from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.tree_nodes import match_resident
 from impress_sglang.storage.layout import KVShape
 from tests.integration.tiny_model import draw
-from tests.integration.tree_world import SHAPE, TreeWorld
+from tests.integration.tree_world import SHAPE, SIZE, TreeWorld
 
-WINDOW, SIZE, ROWS = 100, 4096, 2048
+WINDOW, ROWS = 100, 2048
 WINDOWED, WHOLE = (0, 2), (1, 3)
 
 
 class WindowWorld(TreeWorld):
     """Every other layer has windows."""
 
-    window = WINDOW
+    window, num_rows = WINDOW, ROWS
     components = (ComponentType.FULL, ComponentType.SWA)
 
     def make_pool(self, size: int, page_size: int) -> None:
-        shape, rest = SHAPE, ("cpu",)
+        sizes = size, self.num_rows, page_size, SHAPE.dtype
         self.pool = SWAKVPool(
-            *(size, ROWS, page_size, shape.dtype, shape.num_kv_heads, shape.key_dim),
-            *([*WINDOWED], [*WHOLE], *rest),
+            *(*sizes, SHAPE.num_kv_heads, SHAPE.key_dim, [*WINDOWED], [*WHOLE], "cpu"),
             enable_memory_saver=False,
-            v_head_dim=shape.value_dim,
+            v_head_dim=SHAPE.value_dim,
         )
-        self.allocator = SWATokenToKVPoolAllocator(
-            *(size, ROWS, page_size, shape.dtype, "cpu", self.pool, False)
-        )
+        self.allocator = SWATokenToKVPoolAllocator(*sizes, "cpu", self.pool, False)
 
     def shape_with(self, layers: PoolLayers) -> KVShape:
         page = self.allocator.page_size
@@ -67,26 +64,16 @@ class WindowWorld(TreeWorld):
     def allocate(self, count: int) -> Tensor | None:
         allocator = self.allocator
         allocator.evict_to_free_tokens(self.cache, count)
-        slots, rows = (
-            allocator.full_attn_allocator.alloc(count),
-            allocator.swa_attn_allocator.alloc(count),
-        )
-        allocator.set_full_to_swa_mapping(slots, rows)
+        slots: Tensor = allocator.full_attn_allocator.alloc(count)
+        allocator.set_full_to_swa_mapping(slots, allocator.swa_attn_allocator.alloc(count))
         return slots
 
     def check_slots(self) -> None:
         cache, allocator = self.cache, self.allocator
-        whole = (
-            allocator.full_available_size(),
-            cache.full_evictable_size(),
-            cache.full_protected_size(),
-        )
-        rows = (
-            allocator.swa_available_size(),
-            cache.swa_evictable_size(),
-            cache.swa_protected_size(),
-        )
-        assert (sum(whole), sum(rows)) == (SIZE, ROWS)
+        whole = cache.full_evictable_size() + cache.full_protected_size()
+        rows = cache.swa_evictable_size() + cache.swa_protected_size()
+        assert allocator.full_available_size() + whole == SIZE
+        assert allocator.swa_available_size() + rows == self.num_rows
         cache._check_requests()
         cache.sanity_check()
 
@@ -103,10 +90,9 @@ def page(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def world(tmp_path: Path, page: int) -> Iterator[WindowWorld]:
-    world = WindowWorld(tmp_path, page, size=SIZE, bits="exact")
+    world = WindowWorld(tmp_path, page, bits="exact")
     yield world
     world.service.store.writes.drain()
-    world.check_slots()
     world.flush()
     assert world.cache._allocation.is_empty()
     world.close()
@@ -114,15 +100,11 @@ def world(tmp_path: Path, page: int) -> Iterator[WindowWorld]:
 
 def test_what_was_computed_comes_back(world: WindowWorld, page: int) -> None:
     prompt = draw(1, 700)
-    stored = len(prompt) // page * page
     told, computed = world.run_for_kvs("computed", prompt)
     assert told["path"] == "computed"
     world.flush()
-    for name, asked, length in (
-        ("whole", [*prompt, 1], stored),
-        ("fork", [*prompt[:450], *draw(2, 200)], 450 // page * page),
-        ("shorter than a window", [*prompt[:90], *draw(3, 30)], 90 // page * page),
-    ):
+    for name, common in (("whole", 700), ("fork", 450), ("shorter than a window", 90)):
+        asked, length = [*prompt[:common], *draw(2 + common, 30)], common // page * page
         told, loaded = world.run_for_kvs(name, asked)
         assert told["loaded_tokens"] == length
         world.assert_same_kvs(computed, loaded, length)
@@ -133,7 +115,7 @@ def test_what_was_computed_comes_back(world: WindowWorld, page: int) -> None:
 
 def test_layers_with_windows_beside_few_bits(tmp_path: Path) -> None:
     """They are as they were, as if of another shape."""
-    world = WindowWorld(tmp_path, size=SIZE)
+    world = WindowWorld(tmp_path)
     prompt = draw(17, 700)
     _, computed = world.run_for_kvs("computed", prompt)
     world.flush()
@@ -212,19 +194,20 @@ def test_room_that_jobs_and_writes_have(world: WindowWorld, page: int) -> None:
     world.serve(req)
 
 
-def test_whoever_is_next_needs_rows_that_others_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class TightWorld(WindowWorld):
+    """Rows for little more than one prompt."""
+
+    num_rows = 320
+
+
+def test_whoever_is_next_needs_rows_that_others_hold(tmp_path: Path) -> None:
     """Nothing runs, so nobody would ever give them back."""
-    monkeypatch.setattr("tests.integration.test_window_loads.ROWS", 320)
-    world = WindowWorld(tmp_path, size=SIZE, bits="exact")
-    prompts = [draw(seed, 200) for seed in (13, 14, 15)]
-    for number, prompt in enumerate(prompts):
-        world.run(f"stored {number}", prompt)
+    world = TightWorld(tmp_path, bits="exact")
+    seeds = 13, 14, 15
+    for seed in seeds:
+        world.run(f"stored {seed}", draw(seed, 200))
     world.flush()
-    waiting = [
-        world.request(f"next {n}", [*prompt, *draw(16, 90)]) for n, prompt in enumerate(prompts)
-    ]
+    waiting = [world.request(f"next {seed}", [*draw(seed, 200), *draw(16, 90)]) for seed in seeds]
     for req in waiting:
         world.settle(req)
     world.poll()

@@ -42,7 +42,7 @@ from tests.unit.store_factory import DEFAULTS
 from tests.unit.waiting import wait_until
 
 SHAPE = make_shape(layers=4, probe=(), coded=True)
-IDENTITY = "0" * 32
+IDENTITY, SIZE = "0" * 32, 4096
 
 
 class Batch:
@@ -90,8 +90,7 @@ class TreeWorld:
         root: Path,
         page_size: int = 1,
         *,
-        size: int = 4096,
-        chunk: int = 256,
+        size: int = SIZE,
         ranks: Ranks = ALONE,
         eagle: bool = False,
         **options: Any,
@@ -134,7 +133,7 @@ class TreeWorld:
             running_batch=Batch(),
             last_batch=None,
             chunked_req=None,
-            chunked_prefill_size=chunk,
+            chunked_prefill_size=256,
             disaggregation_mode=DisaggregationMode.NULL,
             require_mlp_sync=False,
             new_token_ratio_tracker=SimpleNamespace(current=0.5),
