@@ -17,7 +17,6 @@ from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.paper.plugin.part_cache import PartCache
 from impress_sglang.paper.request import StoredRequest
 from impress_sglang.paper.service import PartService
-from impress_sglang.plugin import request_tracker
 from impress_sglang.serving.why import Reason
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.store.prefix_hashes import namespace_text
@@ -75,17 +74,6 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PaperWorl
     world = PaperWorld(tmp_path, load="always", readahead=0.2)
     yield world
     world.close()
-
-
-def test_a_prefix_that_is_used_is_the_last_to_be_removed(world: PaperWorld) -> None:
-    """The quota removes what was used longest ago."""
-    (segment,) = world.service.store.tree.segments()
-    for _ in range(2):
-        before = segment.hits, segment.last_access
-        req = world.ask()
-        world.load(world.begin_load(req))
-        world.forget(req)
-        assert segment.hits == before[0] + 1 and segment.last_access > before[1]
 
 
 def test_a_part_of_a_prefix_has_slots_of_its_own(world: PaperWorld) -> None:
@@ -158,19 +146,6 @@ def test_a_request_is_ended_if_its_prefix_cannot_be_loaded(world: PaperWorld, pa
     assert not world.ask("again", retention=part).host_hit_length
 
 
-def test_a_request_that_sglang_ends_without_saying_so_is_forgotten(world: PaperWorld) -> None:
-    """At the next pass, or when there is none."""
-    req = world.ask()
-    world.load(world.begin_load(req))
-    req.to_finish = object()
-    for queue, live in ([req], 1), ([], 0):
-        world.scheduler.waiting_queue = queue
-        world.cache.on_release(req, checkpointed=False)
-        world.cache.on_idle()
-        assert world.cache.summary()["requests_live"] == live
-    assert not world.cache._private()[0]
-
-
 def test_a_request_does_without_what_cannot_be_opened(world: PaperWorld) -> None:
     req = world.ask()
     for path in world.service.config.ssd_path.glob("*/segments/*/*"):
@@ -180,22 +155,6 @@ def test_a_request_does_without_what_cannot_be_opened(world: PaperWorld) -> None
     assert not req.host_hit_length
     world.cache.finish_storage_prefetch_admission(req.cache_request_handle, 0, None)
     assert told_of(req)["why"]["reason"] == Reason.NOT_OPENED
-
-
-@pytest.mark.parametrize("refusal", [None, "a reason"])
-def test_what_is_against_a_request_is_asked_once(
-    world: PaperWorld, refusal: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    def refuse(req: Any) -> str | None:
-        asked.append(req.rid)
-        return refusal
-
-    monkeypatch.setattr(request_tracker, "serve_refusal", refuse)
-    req = world.ask()
-    assert (req.host_hit_length > 0) == (refusal is None)
-    assert told_of(req)["not_served"] == refusal and asked == [req.rid]
 
 
 @pytest.mark.parametrize(

@@ -1,28 +1,18 @@
-"""How a report travels with what ends a request; `tests/serving/test_reports.py` has answers."""
+"""What reports say, and what is learnt of them; `tests/serving/test_reports.py` has answers."""
 
 from __future__ import annotations
 
 import functools
-from array import array
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
-from sglang.srt.managers.io_struct import AbortReq
-from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
-from sglang.srt.sampling.sampling_params import SamplingParams
 
 from impress_sglang.cost import RequestLengths
 from impress_sglang.paper.plugin.part_cache import PartCache
 from impress_sglang.plugin import report_transport
-from impress_sglang.plugin.report_transport import (
-    around_abort,
-    attach,
-    before_output,
-)
 from impress_sglang.plugin.request_tracker import RequestTracker
 from impress_sglang.serving.report import RecentRequests, new_report
 from impress_sglang.serving.why import Reason
@@ -33,43 +23,6 @@ from tests.integration.worlds import STORED, World
 def ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has our tree cache."""
     monkeypatch.setattr(report_transport, "_policy", "impress")
-
-
-class Manager:
-    """Stands in for SGLang's tokenizer manager, which ends a request as it is told."""
-
-    def __init__(self) -> None:
-        state: Any = SimpleNamespace(obj=SimpleNamespace(), out_list=[])
-        self.rid_to_state = {"r": state}
-
-    def end(self, message: AbortReq) -> None:
-        text = message.abort_message or "usual"
-        state = self.rid_to_state.pop(message.rid, None)
-        if state is not None:
-            state.out_list.append({"meta_info": {"text": text}})
-
-    def told(self, message: AbortReq) -> Any:
-        """The `meta_info` of an answer that ends with a message, which travels as SGLang's do."""
-        state = self.rid_to_state.get(message.rid)
-        message = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=AbortReq)
-        around_abort(lambda manager, it: manager.end(it), self, message)
-        return state and state.out_list[-1]["meta_info"]
-
-
-@pytest.mark.parametrize("text", [None, "Because."])
-def test_a_message_that_ends_a_request_carries_its_report(text: str | None) -> None:
-    req = Req("r", "", array("q", [1]), SamplingParams())
-    message = AbortReq(rid="r", abort_message=text)
-    report = new_report("impress", 0, 100) | {"why": {"reason": Reason.LOADED}}
-    attach(req, report)
-    before_output(None, message, req)
-    told = Manager().told(message)
-    assert told == {"text": text or "usual", "impress": report}
-    # What is unknown here, or comes from another server, ends as usual.
-    other = AbortReq(rid="other")
-    before_output(None, other, req)
-    assert Manager().told(other) is None
-    assert Manager().told(AbortReq(rid="r", abort_message=text)) == {"text": text or "usual"}
 
 
 def test_sglang_asks_for_reports(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,12 +126,11 @@ PART = {
 def test_what_a_pass_took_is_learnt_apart_from_what_it_loaded(
     told: dict[str, Any], request_took: tuple[float, ...] | None, load_took: Any
 ) -> None:
-    runtime = Learning()
-    requests: Any = SimpleNamespace(service=runtime)
-    count = functools.partial(RequestTracker.count, requests)
-    cache: Any = object.__new__(PartCache)
-    cache.service, cache._tracked = runtime, {}
-    cache._requests, cache._saves = SimpleNamespace(count=count), SimpleNamespace(end=id)
+    service, cache = Learning(), object.__new__(PartCache)
+    requests: Any = SimpleNamespace(service=service)
+    requests.count = functools.partial(RequestTracker.count, requests)
+    rest = {"_tracked": {}, "_requests": requests, "_saves": SimpleNamespace(end=id)}
+    vars(cache).update(service=service, **rest)
     cache._forget(ended("paper", told))
-    assert runtime.requests == ([] if request_took is None else [pytest.approx(request_took)])
-    assert runtime.loads == ([] if load_took is None else [load_took])
+    assert service.requests == ([] if request_took is None else [pytest.approx(request_took)])
+    assert service.loads == ([] if load_took is None else [load_took])

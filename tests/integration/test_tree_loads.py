@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -341,29 +342,12 @@ def test_when_they_are_gone_it_loads_what_it_asked_for(world: TreeWorld) -> None
     assert told["path"] == "ssd" and told["bits"] == world.config.bits and told["approximate"]
 
 
-class Tracer:
-    """Stands in for OpenTelemetry's, whose SDK is not needed here; it is also each of its spans."""
-
-    def __init__(self, name: str = "") -> None:
-        self.name, self.spans = name, list[Tracer]()
-        self.events: dict[str, dict[str, Any]] = {}
-
-    def start_span(self, name: str, **_: Any) -> Tracer:
-        self.spans.append(Tracer(name))
-        return self.spans[-1]
-
-    def add_event(self, name: str, timestamp: int, attributes: dict[str, Any]) -> None:
-        self.events[name] = attributes
-
-    def get_span_context(self) -> None: ...
-    def set_attributes(self, attributes: dict[str, Any]) -> None: ...
-    def end(self, end_time: int) -> None: ...
-
-
 def test_the_span_of_waiting_says_what_was_loaded_meanwhile(
     world: TreeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tracer = Tracer()
+    """OpenTelemetry's SDK is not needed here."""
+    spans = dict[str, mock.MagicMock]()
+    tracer = SimpleNamespace(start_span=lambda name, **_: spans.setdefault(name, mock.MagicMock()))
     monkeypatch.setattr(trace, "opentelemetry_initialized", True)
     monkeypatch.setattr(trace, "tracer", tracer)
     monkeypatch.setattr(trace, "threads_info", {})
@@ -377,10 +361,14 @@ def test_the_span_of_waiting_says_what_was_loaded_meanwhile(
     world.admit(req)
     req.time_stats.set_forward_entry_time()
 
-    (told,) = [span.events["impress.load"] for span in tracer.spans if span.events]
+    told_by = {
+        name: span.add_event.call_args for name, span in spans.items() if span.add_event.called
+    }
+    assert [*told_by] == ["prefill_waiting"]
+    assert told_by["prefill_waiting"].kwargs["name"] == "impress.load"
+    told = told_by["prefill_waiting"].kwargs["attributes"]
     assert told["tokens"] == PREFIX and told["ssd_bytes"] > 0
     assert min(told[name] for name in ("queued_ms", "read_ms", "restored_ms")) >= 0
-    assert [span.name for span in tracer.spans if span.events] == ["prefill_waiting"]
     context.abort()
     world.compute(req)
     world.end(req)
