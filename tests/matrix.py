@@ -8,6 +8,7 @@ names one.
 from __future__ import annotations
 
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -26,25 +27,18 @@ def select_pairs(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             combinations[item.parent, item.originalname][_row(item)] = item
-    left_out = {
-        item
-        for test in combinations.values()
-        for item in set(test.values()) - {test[row] for row in pairwise(list(test))}
-    }
-    if left_out:
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-        items[:] = [item for item in items if item not in left_out]
+    for test in combinations.values():
+        for row in set(test) - set(pairwise(list(test))):
+            items.remove(test[row])
+            config.hook.pytest_deselected(items=[test[row]])
 
 
 def _row(item: pytest.Function) -> Row:
     """Values are the same objects in all combinations."""
     values = item.callspec.params
-    tables = [mark.args[0] for mark in item.iter_markers("parametrize")]
-    together = [
-        names.replace(" ", "").split(",") if isinstance(names, str) else names for names in tables
-    ]
-    alone = [[name] for name in values if not any(name in names for names in together)]
-    return tuple(tuple(id(values[name]) for name in names) for names in [*together, *alone])
+    tables = [re.findall(r"\w+", str(mark.args[0])) for mark in item.iter_markers("parametrize")]
+    alone = [[name] for name in values.keys() - set(itertools.chain(*tables))]
+    return tuple(tuple(id(values[name]) for name in names) for names in [*tables, *sorted(alone)])
 
 
 def pairwise(rows: Sequence[Row]) -> list[Row]:

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import math
+import re
 import time
 from pathlib import Path
 
@@ -14,7 +15,6 @@ import pytest
 import torch
 
 from bench.core.cli import MODULES, main
-from bench.core.data import EXCERPTS, READERS, read_rows
 from bench.core.options import parse
 from bench.core.report import Result, Table, interval, publish
 from bench.core.session import ROOT, BenchFailed
@@ -39,20 +39,15 @@ def test_defaults_are_of_full_and_quick_runs() -> None:
         read("--kinds=exact,other")
 
 
-def test_without_a_name_all_are_listed_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_name_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    for name in MODULES:
-        (line,) = [line for line in lines if line.startswith(f"  {name} ")]
-        assert line.rstrip().endswith(".") and len(line.split()) > 4
+    overview = capsys.readouterr().out
+    for name, path in MODULES.items():
+        assert re.search(rf"^  {name} +(\S+ ){{4}}.*\.$", overview, re.MULTILINE)
+        module = importlib.import_module(path)
+        args = parse(name, module.__doc__, module.OPTIONS, ["--quick"])
+        assert callable(module.run) and args.command == f"python -m bench {name} --quick"
     assert main(["nothing"]) == 2
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_each_is_a_module_with_options_and_a_run(name: str) -> None:
-    module = importlib.import_module(MODULES[name])
-    args = parse(name, module.__doc__, module.OPTIONS, ["--quick"])
-    assert callable(module.run) and args.command == f"python -m bench {name} --quick"
 
 
 def test_a_result_is_printed_and_written(
@@ -77,17 +72,6 @@ def test_intervals_cover_the_mean_as_often_as_they_say() -> None:
         low, high = interval([(rng.random(60) < 0.7).astype(float)], 1)
         covered += low <= 0.7 <= high
     assert 180 <= covered <= 198
-
-
-@pytest.mark.parametrize("name", sorted(path.name for path in EXCERPTS.iterdir() if path.is_dir()))
-def test_excerpts_can_be_read_and_are_described(name: str) -> None:
-    rows = read_rows(None, name)
-    lines = (EXCERPTS / "README.md").read_text().splitlines()
-    (row,) = [line for line in lines if f"| `{name}` |" in line]
-    cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert len(rows) == int(cells[1]) and cells[-1]
-    if name in READERS:
-        assert all(READERS[name](row).answer for row in rows)
 
 
 def test_steps_on_a_gpu_are_benchmarks_and_tests() -> None:
@@ -126,9 +110,6 @@ def test_a_step_ends_with_the_time(tmp_path: Path) -> None:
     assert row["state"] == "out of time" and row["told"] == "1\n"
 
 
-MODEL = Model(4096, 1e4)
-
-
 def ask(*blocks: int, size: int = 512) -> Ask:
     count = len(blocks) * size
     return Ask(0.0, np.array(blocks), size, count, count)
@@ -137,34 +118,23 @@ def ask(*blocks: int, size: int = 512) -> Ask:
 def test_shares_of_bytes_are_those_of_files() -> None:
     shape = KVShape(32, 32, 8, 128, 128, torch.bfloat16, (), 6.0, exact=False)
     assert shape.num_layers * shape.token_bytes == LLAMA.token_bytes
-    layout = SegmentLayout(shape, 64, 8192, 0)
-    exact = 8192 * LLAMA.token_bytes
-    share = layout.file_bytes / exact
-    assert share == pytest.approx(KINDS["6 bits alone"].read, abs=0.01)
-    assert share == pytest.approx(KINDS["6 bits alone"].file, abs=0.01)
+    share = SegmentLayout(shape, 64, 8192, 0).file_bytes / (8192 * LLAMA.token_bytes)
+    assert KINDS["6 bits alone"][:2] == pytest.approx((share, share), abs=0.01)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "prompts", "loaded", "crowded", "written"),
-    [
-        # All fits, and is stored once.
-        ((1.0, 0.0), [(1, 2, 3), (1, 2, 3), (1, 2, 4)], 55.6, 0, 4 / 9),
-        # Nor does what was evicted keep its places in the cache.
-        ((0.005, 0.01), [(1, 2), (3, 4), (1, 2), (1, 2)], 25.0, 2, 3 / 4),
-    ],
-    ids=["room for all", "room for one"],
+    ("ssd_gb", "texts", "loaded", "crowded", "written"),
+    [(1.0, "123 123 124", 55.6, 0, 4 / 9), (0.005, "12 34 12 12", 25.0, 2, 3 / 4)],
+    ids=["all are stored once", "one leaves for the next"],
 )
-def test_a_store_replays_prompts(
-    sizes: tuple[float, float],
-    prompts: list[tuple[int, ...]],
-    loaded: float,
-    crowded: int,
-    written: float,
+def test_prompts_are_replayed(
+    ssd_gb: float, texts: str, loaded: float, crowded: int, written: float
 ) -> None:
-    ssd_gb, host_gb = sizes
-    config = ImpressConfig(ssd_gb=ssd_gb, host_gb=host_gb, min_free_gb=0.0, write_after=1)
-    store = Store(config, MODEL, KINDS["exact"])
-    row = replay([ask(*blocks) for blocks in prompts], store, MODEL)
+    """Texts of blocks; those that leave give up their places in the cache."""
+    config = ImpressConfig(ssd_gb=ssd_gb, host_gb=0.01, min_free_gb=0.0, write_after=1)
+    model = Model(token_bytes=4096, per_second=1e4)
+    store = Store(config, model, KINDS["exact"])
+    row = replay([ask(*map(int, text)) for text in texts.split()], store, model)
     assert (row["loaded"], row["crowded"]) == (loaded, crowded)
     assert row["written"] == pytest.approx(4096 * written, rel=0.02)
     check_tree(store.tree)
@@ -172,7 +142,7 @@ def test_a_store_replays_prompts(
 
 @pytest.mark.parametrize(("room", "most"), [(1, 64), (2, 128), (math.inf, 128)])
 def test_no_choice_finds_more_than_the_bound(room: float, most: int) -> None:
-    asks = [ask(1, size=64), ask(2, size=64), ask(3, size=64), ask(2, size=64), ask(1, size=64)]
+    asks = [ask(block, size=64) for block in (1, 2, 3, 2, 1)]
     assert bound(asks, room) == most
     assert lru(asks, room)[0] <= most
 

@@ -99,8 +99,8 @@ def agents(folder: Path, *sessions: Sequence[dict[str, Any]]) -> list[Session]:
     return read_sessions(folder)
 
 
-def scale(hurry: float = 10.0, seed: int = 1) -> Scale:
-    return Scale(TEXT, divide=16, hurry=hurry, longest=3.0, seed=seed)
+def scale(seed: int = 1) -> Scale:
+    return Scale(TEXT, divide=16, hurry=10.0, longest=3.0, seed=seed)
 
 
 FIRST = {"t": 0.0, "in": 200, "out": 100, "hash_ids": [1, 2, 3]}
@@ -147,25 +147,22 @@ def test_equal_blocks_are_equal_text_and_the_end_is_new(tmp_path: Path) -> None:
     assert scale(seed=2).ask(session[0]).tokens != first.tokens
 
 
-class Server:
-    """Caches all but the last ten tokens; one answer takes two pieces."""
+def test_a_session_is_asked_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a server that caches all but the last ten tokens, and answers in two pieces."""
+    clock, pauses, lengths = itertools.count(1.0), list[float](), list[int]()
+    time = SimpleNamespace(perf_counter=clock.__next__, sleep=pauses.append)
+    monkeypatch.setattr(trace, "time", time)
 
-    def __init__(self) -> None:
-        self.lengths: list[int] = []
-
-    def stream(self, tokens: list[int], new_tokens: int) -> Iterator[Piece]:
-        self.lengths.append(len(tokens))
-        now = trace.time.perf_counter()
+    def stream(tokens: list[int], new_tokens: int) -> Iterator[Piece]:
+        lengths.append(len(tokens))
+        now = next(clock)
         yield Piece(now + 0.5, 1, {})
         yield Piece(now + 0.75, new_tokens, {"cached_tokens": len(tokens) - 10})
 
-
-def test_a_session_is_asked_in_its_order(tmp_path: Path) -> None:
-    server: Any = Server()
-    row = trace.replay(server, agents(tmp_path, [FIRST, SECOND]), scale(hurry=1e6), 1)
-    assert server.lengths == [13, 21]
-    assert row["ttft_p50"] == pytest.approx(500, abs=20) and row["gap_max"] == 250.0
-    assert row["cached"] == round(14 / 34, 4)
+    server: Any = SimpleNamespace(stream=stream)
+    row = trace.replay(server, agents(tmp_path, [FIRST, SECOND]), scale(), 1)
+    assert lengths == [13, 21] and pauses == [0.0, 1.6]
+    assert (row["ttft_p50"], row["gap_max"], row["cached"]) == (1500.0, 250.0, 0.4118)
 
 
 def test_a_stream_that_fails_says_so_to_who_waits() -> None:

@@ -55,17 +55,6 @@ def test_a_query_asks_for_what_is_told(name: str) -> None:
     assert shown <= grouped, "its legend would be empty"
 
 
-def test_what_compose_mounts_is_there() -> None:
-    compose = yaml.safe_load((FOLDER / "compose.yaml").read_text())
-    for service in compose["services"].values():
-        for volume in service["volumes"]:
-            assert (FOLDER / volume.split(":")[0]).is_file()
-    prometheus = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())
-    assert [(FOLDER / path).is_file() for path in prometheus["rule_files"]] == [True]
-    (source,) = yaml.safe_load((FOLDER / "grafana/datasource.yaml").read_text())["datasources"]
-    assert source["isDefault"] and source["type"] == board.DATASOURCE["type"]
-
-
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="there is no promtool: apt-get install prometheus"
 )

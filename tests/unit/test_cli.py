@@ -37,13 +37,6 @@ from tests.unit.stub_server import StubServer
 NONE, TENANT = namespace_text(None, None), namespace_text("tenant", None)
 CONVERSATION = prompt(1, 128)
 Output = pytest.CaptureFixture[str]
-STATS = {
-    "identity": "abc",
-    "suspended": None,
-    "store": {"segments": 3, "used_bytes": 12345, "health": {"state": "ok"}},
-    "pins": {"prefixes": 1, "bytes": 2000},
-    "totals": {"requests": 7, "requests_why": RequestTotals()["requests_why"] | {"loaded": 4}},
-}
 
 
 @pytest.fixture
@@ -137,7 +130,11 @@ def test_what_is_no_store_is_not_made_one(tmp_path: Path, capsys: Output) -> Non
 
 
 def test_a_server_says_how_it_is(stub: StubServer, capsys: Output) -> None:
-    stub.answer = json.dumps(STATS).encode()
+    why = RequestTotals()["requests_why"] | {"loaded": 4}
+    store = {"segments": 3, "used_bytes": 12345, "health": {"state": "ok"}}
+    stats = {"identity": "abc", "suspended": None, "store": store, "pins": {"prefixes": 1}}
+    stats["totals"] = {"requests": 7, "requests_why": why}
+    stub.answer = json.dumps(stats).encode()
     status, row = run(capsys, "stat", "--url", stub.url + "/", "--key", "secret")
     assert status == DONE and row["state"] == "ok" and row["why"] == {"loaded": 4}
     assert stub.asked == [("GET", "/impress/stats", None, "Bearer secret")]

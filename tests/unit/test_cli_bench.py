@@ -46,20 +46,19 @@ class Fake(StubServer):
 
     def report(self, path: str, body: dict[str, Any]) -> Any:
         salt, tokens = body.get("cache_salt", ""), body.get("input_ids")
-        match path:
-            case "/flush_cache":
-                return self.pool.clear()
-            case "/impress/stats":
-                return {"store": {"read_mbps": 1234}}
-            case "/tokenize":
-                return {"tokens": list(range(len(body["prompt"])))}
-            case "/impress/why":
-                self.writing -= 1
-                return {"why": {"reason": "being_written" if self.writing >= 0 else "stored"}}
-            case "/impress/purge":
-                purged = {prefix for prefix in self.stored if prefix[0] == salt}
-                self.stored -= purged
-                return {"segments": len(purged)}
+        if path == "/flush_cache":
+            return self.pool.clear()
+        if path == "/impress/stats":
+            return {"store": {"read_mbps": 1234}}
+        if path == "/tokenize":
+            return {"tokens": list(range(len(body["prompt"])))}
+        if path == "/impress/why":
+            self.writing -= 1
+            return {"why": {"reason": "being_written" if self.writing >= 0 else "stored"}}
+        if path == "/impress/purge":
+            purged = {prefix for prefix in self.stored if prefix[0] == salt}
+            self.stored -= purged
+            return {"segments": len(purged)}
         assert path == "/generate" and tokens
         found = self.generate((salt, str(tokens[:TOKENS])), body["sampling_params"])
         return {"meta_info": {"impress": found}}
@@ -67,7 +66,8 @@ class Fake(StubServer):
     def generate(self, prefix: tuple[str, str], sampling: dict[str, Any]) -> dict[str, Any]:
         with self.lock:
             number, stop = self.signal
-            if len(self.bodies("/generate")) == number:
+            if number and len(self.bodies("/generate")) >= number:
+                self.signal = 0, 0
                 os.kill(os.getpid(), stop)
             stored, resident = prefix in self.stored, prefix in self.pool
             loads = stored and not resident and self.decision == "load"
@@ -118,10 +118,11 @@ def test_each_way_is_measured(fake: Fake, capsys: Output, clients: int) -> None:
     assert computed["ttft_ms"] >= 40 and computed["ratio"] == 1 and loaded["ratio"] > 1
     assert computed["tokens_per_s"] < loaded["tokens_per_s"]
     assert conclusion.startswith("The store pays here") and "1,234 MB/s" in conclusion
-    assert len({str(body["input_ids"][:TOKENS]) for body in fake.bodies("/generate")}) == 3
-    stored = [body["sampling_params"]["custom_params"] for body in fake.bodies("/generate")]
-    stored = [params for params in stored if params["impress_store"]]
-    assert stored == [{"impress_store": True, "impress_ttl": 3600}] * 3
+    requests = fake.bodies("/generate")
+    assert len({str(body["input_ids"][:TOKENS]) for body in requests}) == 3
+    custom = [body["sampling_params"]["custom_params"] for body in requests]
+    assert custom.count({"impress_store": True, "impress_ttl": 3600}) == 3
+    assert custom.count({"impress_store": False}) == len(custom) - 3
 
 
 def test_the_pool_of_others_is_emptied_only_on_request(fake: Fake, capsys: Output) -> None:
@@ -152,9 +153,7 @@ def test_prefixes_of_a_text(fake: Fake, capsys: Output, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("number", [2, 6, 9])
-def test_who_is_interrupted_leaves_nothing(
-    fake: Fake, capsys: Output, stop: int, number: int
-) -> None:
+def test_interruptions_leave_nothing(fake: Fake, capsys: Output, stop: int, number: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
     before = signal.getsignal(signal.SIGTERM)
     fake.signal = number, stop
@@ -177,7 +176,6 @@ def test_requests_and_orders_may_need_other_keys(fake: Fake, capsys: Output) -> 
         ("/flush_cache", 400, b"Flush failed: 2 requests run.\n", REFUSED, "2 requests run"),
         ("/generate", 400, b'{"error": {"message": "too long"}}', REFUSED, "too long"),
         ("/generate", 200, b'{"meta_info": {}}', UNREACHABLE, "impress"),
-        ("/impress/why", 500, b"oops", UNREACHABLE, "500"),
     ],
 )
 def test_what_a_server_refuses(
