@@ -155,12 +155,12 @@ def test_prefixes_of_a_text(fake: Fake, capsys: Output, tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [2, 6, 9])
 def test_interruptions_leave_nothing(fake: Fake, capsys: Output, stop: int, number: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
-    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     fake.signal = number, stop
     assert run(fake, "--clients=2") == INTERRUPTED
     captured = capsys.readouterr()
     assert "impress: removed what was stored" in captured.err and not captured.out
-    assert fake.stored == {STRANGER} and signal.getsignal(signal.SIGTERM) is before
+    assert fake.stored == {STRANGER} and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_requests_and_orders_may_need_other_keys(fake: Fake, capsys: Output) -> None:
