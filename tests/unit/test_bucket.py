@@ -7,6 +7,7 @@ import functools
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -305,10 +306,12 @@ def test_expired_objects_go_after_a_while(
     monkeypatch.setattr(bucket_module, "RANGE_BYTES", 4096)
     monkeypatch.setattr(bucket_module, "IDLE_SECONDS", 600.0)
     first, second = world.open("a"), world.open("b")
-    world.put("a", first, prompt(1), ttl=2.0)
+    world.put("a", first, prompt(1), ttl=1000.0)
     until_found(second, prompt(1))
     (segment,) = second.tree.segments()
     opened = second.segments.acquire(segment)
+    later = time.time() + 1001
+    monkeypatch.setattr("time.time", lambda: later)
     for store in (first, second):
         until(store, lambda store=store: not len(store.tree))
     lists = bucket.counts["list"] + 10

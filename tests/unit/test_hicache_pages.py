@@ -25,23 +25,19 @@ PACK_OF_ONE = pack_bytes([SIZE])
 Open = Callable[..., PageStore]
 
 
-def key(number: int) -> bytes:
-    return number.to_bytes(16, "little")
-
-
 def keys(*numbers: int) -> list[bytes]:
-    return [key(number) for number in numbers]
+    return [number.to_bytes(16, "little") for number in numbers]
 
 
-def content(number: int, size: int = SIZE) -> bytes:
-    return np.random.default_rng(number).bytes(size)
+def content(number: int) -> bytes:
+    return np.random.default_rng(number).bytes(SIZE)
 
 
-def store(pages: PageStore, *numbers: int, size: int = SIZE) -> list[bool]:
-    return pages.set(keys(*numbers), lambda place: memoryview(content(numbers[place], size)))
+def store(pages: PageStore, *numbers: int) -> list[bool]:
+    return pages.set(keys(*numbers), lambda place: memoryview(content(numbers[place])))
 
 
-def load(pages: PageStore, *numbers: int, size: int = SIZE) -> list[int]:
+def load(pages: PageStore, *numbers: int) -> list[int]:
     """The numbers that were read, all of them rightly."""
     got: dict[int, bytes] = {}
 
@@ -51,7 +47,7 @@ def load(pages: PageStore, *numbers: int, size: int = SIZE) -> list[int]:
     found = pages.get(keys(*numbers), put)
     assert [place in got for place in range(len(numbers))] == found
     for place, page in got.items():
-        assert page == content(numbers[place], size)
+        assert page == content(numbers[place])
     return [numbers[place] for place in sorted(got)]
 
 
@@ -60,10 +56,8 @@ def packs(folder: Path) -> list[Path]:
 
 
 @pytest.fixture
-def files() -> Iterator[FaultyFileSystem]:
-    found = FaultyFileSystem()
-    yield found
-    found.faults.clear()
+def files() -> FaultyFileSystem:
+    return FaultyFileSystem()
 
 
 @pytest.fixture
@@ -106,9 +100,8 @@ def test_what_is_stored_is_not_written_again(opened: Open, tmp_path: Path) -> No
     assert store(pages, 1, 2) == [True] * 2
     # Of a part, the rest; of the same page twice, one.
     assert store(pages, 2, 3, 3) == [True] * 3
-    assert (
-        sum(pack.stat().st_size for pack in packs(tmp_path)) == pack_bytes([SIZE] * 2) + PACK_OF_ONE
-    )
+    sizes = [pack.stat().st_size for pack in packs(tmp_path)]
+    assert sum(sizes) == pack_bytes([SIZE] * 2) + PACK_OF_ONE
     assert load(pages, 1, 2, 3) == [1, 2, 3]
 
 

@@ -40,7 +40,7 @@ from tests.unit.store_factory import (
     use,
 )
 from tests.unit.test_store_reordering import reorder, select
-from tests.unit.waiting import Call, calls_of
+from tests.unit.waiting import calls_of
 
 TURNS = 5
 NO_TOKENS = np.empty(0, np.int32)
@@ -59,14 +59,11 @@ def conversations(count: int) -> tuple[list[StoredSegment], dict[str, str]]:
     return segments, parents
 
 
-@pytest.fixture
-def digests(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """Each time that tokens were digested."""
-    return calls_of(monkeypatch, unattached, "extended")
-
-
-def test_a_start_without_the_index_looks_at_each_token_a_few_times(digests: list[Call]) -> None:
+def test_a_start_without_the_index_looks_at_each_token_a_few_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each segment is digested once more, in pieces; it was each path, once per known length."""
+    digests = calls_of(monkeypatch, unattached, "extended")
     segments, parents = conversations(200)
     tree = StoredTree()
 
@@ -171,11 +168,9 @@ def test_a_match_passes_a_segment_in_one_step(monkeypatch: pytest.MonkeyPatch) -
 
     for common in (1, 2, 100, 199):
         for end in ([], [1000], [2000]):
-            match = tree.match("", as_tokens(tokens[:common] + end))
-            assert [len(span) for span in match.spans] == [common] + [1] * (end == [1000])
-            assert [span.segment.segment_id for span in match.spans][1:] == [
-                f"left {common}" for _ in match.spans[1:]
-            ]
+            spans = tree.match("", as_tokens(tokens[:common] + end)).spans
+            found = [(span.segment.segment_id, len(span)) for span in spans]
+            assert found == [("long", common), (f"left {common}", 1)][: 1 + (end == [1000])]
 
     assert len(steps) == 4 * (1 + 2 + 2)
 

@@ -9,7 +9,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from impress_sglang.plugin.provenance import Provenance
 
 SLOTS = 12
-CPU = torch.device("cpu")
 
 
 def slots_of(*numbers: int) -> torch.Tensor:
@@ -17,7 +16,7 @@ def slots_of(*numbers: int) -> torch.Tensor:
 
 
 def test_depths_have_an_end_and_stay_depths() -> None:
-    provenance = Provenance(SLOTS, CPU)
+    provenance = Provenance(SLOTS, torch.device("cpu"))
     provenance.mark(slots_of(0), 1000)
     provenance.mark_computed(slots_of(0), slots_of(1))
     assert provenance.depth(slots_of(1)) == provenance.depth(slots_of(0)) == 63
@@ -29,7 +28,7 @@ class ProvenanceMachine(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.provenance = Provenance(SLOTS, CPU)
+        self.provenance = Provenance(SLOTS, torch.device("cpu"))
         # By slot: its depth, and whether it was loaded.
         self.slots: dict[int, tuple[int, bool]] = {}
         self.paths: list[list[int]] = []
@@ -76,8 +75,6 @@ class ProvenanceMachine(RuleBasedStateMachine):
 
     @invariant()
     def same(self) -> None:
-        if not hasattr(self, "provenance"):
-            return
         for path in self.paths:
             marks = [self.slots[slot] for slot in path]
             assert self.provenance.depth(slots_of(*path)) == max(depth for depth, _ in marks)
