@@ -24,9 +24,7 @@ from impress_sglang.paper.store import PartStore
 from impress_sglang.storage.segment import Priority
 from impress_sglang.store import journal as journal_module
 from impress_sglang.store import peers as peers_module
-from impress_sglang.store import quota as quota_module
 from impress_sglang.store import unattached as places_module
-from impress_sglang.store import writing as writing_module
 from impress_sglang.store.miss_log import MissCause
 from impress_sglang.store.stored import StoredMatch
 from impress_sglang.store.writing import StoreOutcome
@@ -184,12 +182,11 @@ def has(store: PartStore) -> list[list[int]]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_histories(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places_module, "_AGAIN_SECONDS", 0.0)
-    # What is heard in a poll does not depend on the machine.
-    monkeypatch.setattr(peers_module, "_MOST_SECONDS", 10.0)
-    monkeypatch.setattr(places_module, "_SEARCH_SECONDS", 10.0)
-    monkeypatch.setattr(quota_module, "_LOCKED_SECONDS", 0.0)
-    monkeypatch.setattr(writing_module, "_ASK_SECONDS", 0.0)
+    # Who waits for something tries again at once, and a poll has time for all that is heard.
+    for name in ("unattached._AGAIN_SECONDS", "quota._LOCKED_SECONDS", "writing._ASK_SECONDS"):
+        monkeypatch.setattr(f"impress_sglang.store.{name}", 0.0)
+    for name in ("peers._MOST_SECONDS", "unattached._SEARCH_SECONDS"):
+        monkeypatch.setattr(f"impress_sglang.store.{name}", 10.0)
     history = History(tmp_path / "kv", seed)
     for _ in range(STEPS):
         history.step()
