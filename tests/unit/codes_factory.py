@@ -125,14 +125,14 @@ def check_groups(
 FITTED = tuple(range(7000, 8700))
 
 
-def rotation(dim: int) -> KeyRotation:
-    """Of keys whose first half of dimensions is rotated."""
+def rotation(rotated: int, *, halves: bool = True) -> KeyRotation:
+    """Of keys of which so many dimensions are rotated, the first ones."""
 
     def table(positions: int) -> Tensor:
-        angles = torch.arange(positions)[:, None] / 100.0 ** torch.linspace(0, 1, dim // 4)
+        angles = torch.arange(positions)[:, None] / 100.0 ** torch.linspace(0, 1, rotated // 2)
         return torch.cat([angles.cos(), angles.sin()], 1)
 
-    return KeyRotation(table, halves=True)
+    return KeyRotation(table, halves=halves)
 
 
 def fit(
@@ -151,7 +151,7 @@ def fit(
 
 def codec_for(shape: KVShape) -> BasisCodec:
     """With a basis for KVs as `kv.SequenceKVs` makes them."""
-    turning = rotation(shape.key_dim)
+    turning = rotation(shape.key_dim // 2)
     kvs, moments = kv.SequenceKVs(shape, "", FITTED), Moments()
     places, none = torch.arange(len(FITTED)), torch.zeros(len(FITTED), dtype=torch.int64)
     turns = turning.turns(places, none)
@@ -221,15 +221,12 @@ def decode_layer(basis: Basis, layer: int, below: Tensor | None, rows: Tensor) -
     return product_of(torch.cat(factors, 1), product_matrix(basis.layers[layer]))
 
 
-def random_turns(
+def turned(
     rotated: int, tokens: int, *, halves: bool = True
 ) -> tuple[KeyRotation, RotationFactors]:
     """A rotation of so many dimensions, and how it turns keys of some tokens from position 0."""
-    angles = torch.rand(tokens + 9, rotated // 2, generator=torch.Generator().manual_seed(2)) * 6
-    table = torch.cat([angles.cos(), angles.sin()], 1)
-    rotation = KeyRotation(lambda _: table, halves=halves)
-    places = torch.arange(tokens) + 9
-    return rotation, rotation.turns(torch.zeros_like(places), places)
+    turning, places = rotation(rotated, halves=halves), torch.arange(tokens) + 9
+    return turning, turning.turns(torch.zeros_like(places), places)
 
 
 def check_rows(

@@ -14,18 +14,13 @@ from torch import Tensor
 
 from impress_sglang.codes.groups.energy import QueryMeter
 from impress_sglang.storage.files import FileSystem
-from impress_sglang.storage.layout import Column, KVShape, SegmentLayout
+from impress_sglang.storage.layout import Column, KVShape
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.storage.reader import BlockReader
-from impress_sglang.storage.segment import MappingLists, OpenSegment, SegmentInfo, Tokens
+from impress_sglang.storage.segment import MappingLists, SegmentInfo, Tokens
 from impress_sglang.storage.writer import LayerReader, write_segment
 from impress_sglang.store.prefix_hashes import prefix_digest
 from impress_sglang.store.stored import SegmentState, StoredSegment
-from impress_sglang.tiers.cache import ChunkCache
-from impress_sglang.tiers.rules import LeastRecentlyUsed, ReplacementRule
 from impress_sglang.transfer.codecs import plain_codec
-from impress_sglang.transfer.sources import OpenSpan
-from impress_sglang.transfer.wanted import chunk_pages, most_pages
 
 IDENTITY = "0123456789abcdef0123456789abcdef"
 BLOCK = 4096
@@ -124,38 +119,6 @@ def write_kvs(
         coding=None if codec is None else codec.rule(info.prefix_len, QueryMeter().energy),
     )
     return path
-
-
-def make_cache(
-    shape: KVShape,
-    *,
-    device_pages: int = 0,
-    host_pages: int = 0,
-    chunk_tokens: int = 8,
-    rule: ReplacementRule | None = None,
-) -> ChunkCache:
-    widest = most_pages(SegmentLayout(shape, chunk_tokens, 1, BLOCK))
-    sizes = {"device_bytes": device_pages * BLOCK, "host_bytes": host_pages * BLOCK}
-    eviction = rule or LeastRecentlyUsed()
-    return ChunkCache(BLOCK, widest, eviction, device=torch.device("cpu"), **sizes)
-
-
-def open_span(
-    path: Path,
-    cache: ChunkCache,
-    reader: BlockReader,
-    start: int = 0,
-    stop: int | None = None,
-    *,
-    direct: bool = False,
-    codes: bool = False,
-) -> OpenSpan:
-    """The tokens [start, stop) of a segment file, to the end without `stop`."""
-    segment = OpenSegment(path, FileSystem(), direct=direct)
-    segment.reader = reader
-    stop = segment.info.num_tokens if stop is None else stop
-    base = cache.placement.attach(chunk_pages(segment.layout, codes=codes))
-    return segment, range(start, stop), base
 
 
 def head_groups_of(shape: KVShape) -> int:

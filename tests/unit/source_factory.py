@@ -16,13 +16,21 @@ from impress_sglang.codes.coding import Rows
 from impress_sglang.paper.history import TokenHistory
 from impress_sglang.paper.source import PartSource
 from impress_sglang.storage.files import FileSystem
-from impress_sglang.storage.layout import Column, KVShape
+from impress_sglang.storage.layout import Column, KVShape, SegmentLayout
 from impress_sglang.storage.reader import BlockReader
-from impress_sglang.tiers.rules import ImportanceScore, LeastFrequentlyUsed, LeastRecentlyUsed
+from impress_sglang.storage.segment import OpenSegment
+from impress_sglang.tiers.cache import ChunkCache
+from impress_sglang.tiers.rules import (
+    ImportanceScore,
+    LeastFrequentlyUsed,
+    LeastRecentlyUsed,
+    ReplacementRule,
+)
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.codecs import plain_codec
 from impress_sglang.transfer.filling import fill
 from impress_sglang.transfer.sources import OpenSpan, StoredSource, WholeSource
+from impress_sglang.transfer.wanted import chunk_pages, most_pages
 from tests.unit import codes_factory
 from tests.unit import kv_factory as kv
 from tests.unit.kv_factory import BLOCK
@@ -108,11 +116,23 @@ class Case(abc.ABC):
         codes: bool = False,
         reordered: bool = False,
         direct: bool = False,
-        **cache: Any,
+        device_pages: int = 0,
+        host_pages: int = 0,
+        cached_tokens: int = 8,
+        rule: ReplacementRule | None = None,
     ) -> None:
-        self.shape, self.parts = shape, parts
-        self.pool, self.cache = BufferPool(64 << 20), kv.make_cache(shape, **cache)
-        self._reader, self._options = reader, dict[str, Any](direct=direct, codes=codes)
+        """Chunks of more than `cached_tokens` are not cached."""
+        self.shape, self.parts, self.codes = shape, parts, codes
+        self._reader, self._direct = reader, direct
+        self.pool, widest = BufferPool(64 << 20), SegmentLayout(shape, cached_tokens, 1, BLOCK)
+        self.cache = ChunkCache(
+            BLOCK,
+            most_pages(widest),
+            rule or LeastRecentlyUsed(),
+            device=torch.device("cpu"),
+            device_bytes=device_pages * BLOCK,
+            host_bytes=host_pages * BLOCK,
+        )
         # Of whole segments.
         self.kvs, self.mappings, self.paths = [], [], []
         for number, part in enumerate(parts):
@@ -133,9 +153,11 @@ class Case(abc.ABC):
         self.source = self.make_source()
 
     def _span(self, number: int) -> OpenSpan:
-        part, path = self.parts[number], self.paths[number]
-        place = self.cache, self._reader, part.start, part.stop
-        return kv.open_span(path, *place, **self._options)
+        part = self.parts[number]
+        segment = OpenSegment(self.paths[number], FileSystem(), direct=self._direct)
+        segment.reader = self._reader
+        base = self.cache.placement.attach(chunk_pages(segment.layout, codes=self.codes))
+        return segment, range(part.num_tokens)[part.start : part.stop], base
 
     @abc.abstractmethod
     def make_source(self) -> StoredSource:
@@ -159,12 +181,11 @@ class PartCase(Case):
     source: PartSource
 
     def make_source(self, *, whole: bool = False) -> PartSource:
-        self.histories = [self._history(span) for span in self.spans]
+        sizes = self.shape.num_layers, kv.head_groups_of(self.shape)
+        self.histories = [
+            TokenHistory(*sizes, part.num_tokens, by_importance=True) for part in self.parts
+        ]
         return PartSource(self.spans, self.histories, self.pool, self.cache, whole=whole)
-
-    def _history(self, span: OpenSpan) -> TokenHistory:
-        sizes = self.shape.num_layers, kv.head_groups_of(self.shape), span[0].info.num_tokens
-        return TokenHistory(*sizes, by_importance=True)
 
     def expected(self, layer: int, kind: str, tokens: Tensor | None = None) -> Tensor:
         """Rows as any source must give them, head by head; of the probe column all rows."""
@@ -266,7 +287,6 @@ def draw_case(
         start = data.draw(st.integers(0, num_tokens - 1))
         stop = data.draw(st.integers(start + 1, num_tokens))
         parts.append(Part(num_tokens, start, stop, 8 * data.draw(st.integers(1, 3))))
-    # With pages of 8 tokens the chunks of longer segments do not fit, and are never cached.
     return PartCase(
         folder,
         parts,
@@ -276,7 +296,7 @@ def draw_case(
         direct=data.draw(st.booleans()) and FileSystem().supports_direct_io(folder),
         device_pages=data.draw(st.sampled_from(pages)),
         host_pages=data.draw(st.sampled_from(pages)),
-        chunk_tokens=data.draw(st.sampled_from([8, 16, 24])),
+        cached_tokens=data.draw(st.sampled_from([8, 16, 24])),
         rule=RULES[data.draw(st.sampled_from(sorted(RULES)))](),
     )
 
@@ -302,10 +322,9 @@ class CodedCase(Case):
         shape: KVShape = CODED,
         *,
         codes: bool = True,
-        **cache: Any,
+        **caches: Any,
     ) -> None:
-        self.codes = codes
-        super().__init__(folder, parts, reader, shape, codes=codes, **cache)
+        super().__init__(folder, parts, reader, shape, codes=codes, **caches)
         layers = range(shape.num_layers)
         self._rows = [[self._restored(layer, kvs) for layer in layers] for kvs in self.kvs]
         self.slots = torch.randperm(self.num_tokens + 5)[: self.num_tokens]

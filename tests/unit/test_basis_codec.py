@@ -38,8 +38,8 @@ def prompt(tokens: int, seed: int) -> Prompt:
     return layers
 
 
-def metric(seed: int = 3) -> list[list[Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
+def metric() -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(3)
     roots = torch.randn(LAYERS, 2, HEADS, DIM, DIM, generator=generator)
     return [list(layer @ layer.mT) for layer in roots]
 

@@ -128,13 +128,10 @@ def test_caches_hold_exact_kvs_and_codes(make: Make, bits: float | str, kv_class
 def test_a_damaged_row_is_found(make: Make, place: str) -> None:
     desk = make()
     desk.put(LONG)
-    name = look_up(desk.store, LONG).spans[0].segment.segment_id
-    path = desk.bench.file_of(name)
+    (path,) = desk.bench.root.rglob("*.kv")
     layout = read_header(path, FileSystem()).info.layout()
-    layer = SHAPE.num_layers - 1
-    page = layout.codes[layer].page_bytes if place == "last" else 0
-    at = layout.place(layer, codes=True)[0] + page
-    kv.flip_byte(path, at + 7)
+    page = layout.codes[-1].page_bytes if place == "last" else 0
+    kv.flip_byte(path, layout.place(SHAPE.num_layers - 1, codes=True)[0] + page + 7)
     job = load(desk, LONG)
     assert job.state is JobState.FAILED and isinstance(job.error, PrefixUnreadable)
     stores.look_again(desk.store)

@@ -31,10 +31,10 @@ SIZES = {
 KINDS = ("Llama", "Qwen2")
 
 
-def make_model(kind: str = "Llama", seed: int = 1, **more: Any) -> Any:
+def make_model(kind: str = "Llama", seed: int = 1) -> Any:
     """Weights that are large enough for predictions to differ, and biases of keys and values."""
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{kind}Config")(**SIZES, initializer_range=0.3, **more)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, initializer_range=0.3)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):

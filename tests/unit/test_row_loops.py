@@ -26,7 +26,7 @@ from tests.unit.codes_factory import (
     components_of,
     random_basis,
     random_rows,
-    random_turns,
+    turned,
 )
 
 # Mean square errors of the best quantisers of 1 to 5 bits (Max 1960, table 1).
@@ -111,14 +111,14 @@ def test_components_are_those_of_the_coder(bits: tuple[int, ...], tokens: int) -
 def test_slots_hold_what_the_coder_restores(
     basis: Basis, dtype: torch.dtype, halves: bool, rotated: int, gap: int
 ) -> None:
-    turns = random_turns(rotated, 21, halves=halves)
+    turns = turned(rotated, 21, halves=halves)
     check_rows(basis, turns, 21, dtype, gap=gap, kernels=False)
 
 
 def test_decoder_restores_what_a_rounding_encoder_returns(basis: Basis) -> None:
     """Bit by bit, also where tokens are restored among others."""
     generator = torch.Generator().manual_seed(3)
-    rotation, turns = random_turns(ROTATED, 20)
+    rotation, turns = turned(ROTATED, 20)
     codec = BasisCodec(basis, rotation, kernels=False)
     encoded = decoded = None
     for layer in range(basis.num_layers):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from impress_sglang.cost import ReadCost
@@ -39,8 +39,9 @@ class FakeSource:
     memory: dict[int, PooledMemory] = dataclasses.field(default_factory=dict)
 
     def read_ahead(self) -> None:
-        assert self is self.requests.next_source()
-        memory = self.requests.pool.take(self.layer_bytes, pytest.fail)
+        pool = self.requests.pool
+        assert self is self.requests.next_source() and pool.has_room(self.requests.room_for(self))
+        memory = pool.take(self.layer_bytes, pytest.fail)
         assert memory is not None
         self.memory[self.next_ahead] = memory
         self.next_ahead += 1
@@ -83,6 +84,8 @@ STEPS = st.tuples(
 )
 
 
+@example(room=2, steps=[("join", 0), ("join", 1), ("ask", 0), ("ask", 0)], enabled=True)
+@example(room=0, steps=[("wait", 0), ("wait", 1), ("more room", 0)], enabled=True)
 @given(
     room=st.integers(0, 8),
     steps=st.lists(STEPS, max_size=40),

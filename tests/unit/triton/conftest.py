@@ -116,14 +116,8 @@ def interpreted(device: str) -> None:
         pytest.skip("stores, caches and pools of these tests are on the CPU")
 
 
-@pytest.fixture
-def kernels(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything that a GPU would do with kernels is done with them."""
-    use_kernels(monkeypatch)
-
-
 def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on."""
+    """Everything that a GPU would do with kernels is done with them from now on."""
     monkeypatch.setattr(cache, "PageCopier", lambda *args, **_: PageCopier(*args, kernels=True))
     monkeypatch.setattr(request, "probe_scorer", lambda _: scores.column_sums)
 

@@ -26,8 +26,6 @@ from tests.unit.triton.conftest import use_kernels
 
 # Kernels are interpreted only in modules that were imported before.
 KERNELS = (codes, pages, scores)
-CPU = torch.device("cpu")
-FRAMES = 7
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -44,10 +42,11 @@ def both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
         yield kernels, folder
 
 
-def test_blocks_are_taken_from_where_they_are(kernels: None) -> None:
+def test_blocks_are_taken_from_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """The buffer among them is fenced while a kernel reads it, and what it gave is its own."""
-    size = FRAMES * BLOCK_BYTES
-    sizes = {"device": CPU, "device_bytes": size, "host_bytes": size}
+    use_kernels(monkeypatch)
+    size = 7 * BLOCK_BYTES
+    sizes = {"device": torch.device("cpu"), "device_bytes": size, "host_bytes": size}
     cache, memory = ChunkCache(BLOCK_BYTES, 1, LeastRecentlyUsed(), **sizes), PooledMemory(size)
     places = {Tier.SSD: memory.blocks, **cache.pages}
     for blocks in places.values():
@@ -63,26 +62,23 @@ def test_blocks_are_taken_from_where_they_are(kernels: None) -> None:
     assert torch.equal(torch.stack([places[tier][frame] for tier, frame in wanted]), right)
 
 
-PREFIXES = {
-    "one": [Part(130)],
-    "several": [Part(70, 41), Part(64), Part(70, 0, 57)],
-}
+ONE, CUT = [Part(130)], [Part(70, 41), Part(64), Part(70, 0, 57)]
 # In pages of the first there is no padding, in 5 bits.
-DIMS = [(64, 24), (80, 48)]
+SMALL, LARGE = (64, 24), (80, 48)
 
 
 @pytest.mark.parametrize(
-    ("name", "dims", "dtype", "bits", "pages"),
+    ("parts", "dims", "dtype", "bits", "pages"),
     [
-        ("one", DIMS[1], torch.bfloat16, 6, (40, 60)),
-        ("several", DIMS[1], torch.float32, 5, (9, 13)),
-        ("one", DIMS[0], torch.bfloat16, 5, (0, 0)),
-        ("several", DIMS[0], torch.bfloat16, 6, (0, 0)),
-        ("several", DIMS[0], torch.float16, 5, (0, 400)),
+        (ONE, LARGE, torch.bfloat16, 6, (40, 60)),
+        (CUT, LARGE, torch.float32, 5, (9, 13)),
+        (ONE, SMALL, torch.bfloat16, 5, (0, 0)),
+        (CUT, SMALL, torch.bfloat16, 6, (0, 0)),
+        (CUT, SMALL, torch.float16, 5, (0, 400)),
     ],
 )
 def test_slots_get_what_codes_say_from_the_same_places(
-    name: str,
+    parts: list[Part],
     dims: tuple[int, int],
     dtype: torch.dtype,
     bits: int,
@@ -98,12 +94,11 @@ def test_slots_get_what_codes_say_from_the_same_places(
     stats = []
     for kernels, folder in both_ways(tmp_path, monkeypatch):
         caches = {"device_pages": pages[0], "host_pages": pages[1]}
-        case = CodedCase(folder, PREFIXES[name], reader, shape, **caches)
+        case = CodedCase(folder, parts, reader, shape, **caches)
         for _ in range(3):
             case.request()
-            for layer in range(shape.num_layers):
-                case.load(layer, kernels=kernels)
-                case.check(layer)
+            case.load(0, kernels=kernels)
+            case.check(0)
         stats.append(dataclasses.replace(case.source.stats, wait_ms=0.0))
         case.close()
     assert stats[1] == stats[0]

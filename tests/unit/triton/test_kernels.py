@@ -14,13 +14,11 @@ from impress_sglang.transfer.sources import Piece
 from impress_sglang.triton import groups as group_kernels
 from impress_sglang.triton import rows as row_kernels
 from tests.unit.codes_factory import (
-    LAYERS,
     check_groups,
     check_rows,
-    components_of,
     random_basis,
     random_rows,
-    random_turns,
+    turned,
 )
 from tests.unit.triton.conftest import compile_launches
 
@@ -87,29 +85,15 @@ def test_slots_hold_what_rows_say(
 ) -> None:
     heads, key_dim, value_dim, rotated = shape
     basis = random_basis((heads, key_dim), (heads, value_dim))
-    turns = random_turns(rotated, tokens, halves=halves)
+    turns = turned(rotated, tokens, halves=halves)
     check_rows(basis, turns, tokens, dtype, gap=1, kernels=True, device=device)
-
-
-@pytest.mark.parametrize("layer", range(len(LAYERS)))
-def test_components_are_those_of_the_coder(device: str, layer: int) -> None:
-    """And zeros are behind them."""
-    basis = random_basis((1, 4), (1, 3), LAYERS)
-    count = len(LAYERS[layer])
-    codec = BasisCodec(basis, random_turns(2, 35)[0], kernels=True)
-    tables = codec._tables_of_layers(torch.device(device))[layer]
-    rows = random_rows(basis, layer, 35)
-    found = row_kernels.unpack(rows.to(device), tables)
-    assert not found.shape[1] % row_kernels.ALIGNED and not found[:, count:].any()
-    wanted = components_of(basis, layer, rows).bfloat16()
-    torch.testing.assert_close(found[:, :count].cpu(), wanted, rtol=2**-7, atol=0)
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(3, 64), (8, 128)])
 def test_kernels_of_rows_compile_for_an_h100(heads: int, dim: int) -> None:
     """In layers behind the first."""
     basis = random_basis((heads, dim), (heads, dim), [(8,) * 40] * 2)
-    rotation, turns = random_turns(dim, 9)
+    rotation, turns = turned(dim, 9)
     codec = BasisCodec(basis, rotation, kernels=True)
     keys, values = (torch.zeros(9, heads, dim, dtype=torch.bfloat16) for _ in range(2))
     below = torch.zeros(9, 2 * heads * dim, dtype=torch.bfloat16)

@@ -26,6 +26,7 @@ from impress_sglang.triton import pages as page_kernels
 from impress_sglang.triton import rows as row_kernels
 from tests.unit.codes_factory import codec_for, random_rows
 from tests.unit.kv_factory import make_shape
+from tests.unit.reading import Pools
 from tests.unit.source_factory import CodedCase, Part
 from tests.unit.triton.conftest import Launch, noting_launches, use_kernels
 
@@ -93,13 +94,10 @@ def test_restoring_by_a_basis_launches_nothing_new(launches: list[Launch]) -> No
     warm = take(launches)
 
     for tokens in (1, 30, 700):
-        keys, values = (
-            torch.zeros(tokens, shape.num_kv_heads, dim, dtype=shape.dtype)
-            for dim in (shape.key_dim, shape.value_dim)
-        )
-        rows, state = Rows(keys, values, torch.arange(tokens)), None
+        pools, state = Pools(shape, tokens), None
         for layer in range(3):
             piece = Piece([random_rows(codec.basis, layer, tokens)], 0, 0, tokens)
+            rows = Rows(*pools(layer), torch.arange(tokens))
             state = codec.restore(layer, [piece], rows, state)
 
     seen = take(launches)
