@@ -127,14 +127,14 @@ def wait_for_reads(source: StoredSource) -> None:
     wait_until(lambda: not source.is_reading)
 
 
-def asking(shape: KVShape, seed: int) -> Asking:
-    """Of 6 new tokens by chance, after two resident ones that have keys of theirs."""
+def asking(shape: KVShape, seed: int, resident: int = 2) -> Asking:
+    """Of 6 new tokens by chance, after resident ones that have keys of theirs."""
     generator = torch.Generator().manual_seed(seed)
     queries, new = (
         torch.randn(6, heads, shape.key_dim, generator=generator).to(shape.dtype)
         for heads in (shape.num_query_heads, shape.num_kv_heads)
     )
-    return Asking(queries, new, new[:2], 0.2)
+    return Asking(queries, new, new[:resident], 0.2)
 
 
 def request_of(

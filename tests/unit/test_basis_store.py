@@ -192,12 +192,6 @@ def test_codes_alone_take_the_bytes_of_rows(make: Make) -> None:
     assert path.stat().st_size < 1.1 * sum(part.num_bytes for part in sizes.codes) + 3 * BLOCK_BYTES
 
 
-def test_what_is_not_finite_is_not_stored(make: Make) -> None:
-    desk = make()
-    offer(desk, FIRST, read_layers=louder(float("inf"), 1))
-    assert not look_up(desk.store, FIRST).num_tokens and desk.store.stats.segments_failed == 1
-
-
 def test_a_basis_for_another_shape_is_refused() -> None:
     for other in (
         dataclasses.replace(PLAIN, num_layers=2),

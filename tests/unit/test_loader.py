@@ -29,7 +29,7 @@ from impress_sglang.paper.scores import (
 from impress_sglang.storage.layout import KVShape, SegmentLayout
 from tests.unit import kv_factory as kv
 from tests.unit.kv_factory import make_shape
-from tests.unit.reading import Asking, LoadedLayer, dense_sums, load_layer, request_of
+from tests.unit.reading import LoadedLayer, asking, dense_sums, load_layer, request_of
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ SHAPES = {
     "no-probe": kv.make_shape(query_heads=6, kv_heads=3, key_dim=16, value_dim=12, probe=()),
     "no-probe-mqa": kv.make_shape(query_heads=4, kv_heads=1, probe=()),
 }
-M, N, C = 60, 6, 5
+M, C = 60, 5
 
 
 class MemorySource:
@@ -128,14 +128,7 @@ class Setting:
         self.shape = shape
         self.keys, self.values = kv.random_kvs(shape, M, seed=1)
         self.source = MemorySource(shape, self.keys, self.values)
-        queries, heads, dim = shape.num_query_heads, shape.num_kv_heads, shape.key_dim
-        generator = torch.Generator().manual_seed(2)
-        self.asking = Asking(
-            queries=torch.randn(N, queries, dim, generator=generator),
-            new_keys=torch.randn(N, heads, dim, generator=generator),
-            resident_keys=torch.randn(C, heads, dim, generator=generator),
-            scaling=0.5,
-        )
+        self.asking = asking(shape, 2, C)
         self.report: dict[str, Any] = {}
 
     def scores(self, layer: int) -> np.ndarray:
