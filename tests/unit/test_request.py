@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -38,9 +39,6 @@ from impress_sglang.serving.custom_params import (
 from impress_sglang.store.policies import LoadOptions
 
 CONFIG = ImpressConfig()
-USUAL = CONFIG.default_bits
-
-
 NO_NUMBERS = ("x", "0.5", True, False, None, [0.5], {}, 10**400, math.nan)
 WRONG = {
     RETENTION_KEY: (*NO_NUMBERS, 0, 0.0, -0.5, 2, 1.0001, math.inf),
@@ -90,36 +88,37 @@ def test_only_the_papers_policies_have_parts(policy: str) -> None:
             check_custom_params({RETENTION_KEY: 0.5}, config)
 
 
+def options_of(custom_params: object, config: ImpressConfig) -> LoadOptions:
+    """What a request gets, which is let through."""
+    check_custom_params(custom_params, config)
+    found = load_options_of(SimpleNamespace(custom_params=custom_params), config)
+    assert type(found.retention) is type(found.bits) is float
+    return found
+
+
 # What SGLang itself does with the second line is its own business.
 WITHOUT = [None, {}, {"thinking_budget": 7}, {"impress": 0}]
 NO_DICTIONARY = ["x", [1], 3, "impress_retention", "impress_bits"]
 
 
 @pytest.mark.parametrize("custom_params", [*WITHOUT, *NO_DICTIONARY])
-def test_a_request_that_asks_for_nothing_gets_what_is_usual_for_the_server(
-    custom_params: object,
-) -> None:
-    """It is let through."""
-    check_custom_params(custom_params, CONFIG)
-    for config, usual in (
-        (ImpressConfig(), LoadOptions(1.0, USUAL)),
+@pytest.mark.parametrize(
+    ("config", "usual"),
+    [
+        (ImpressConfig(), LoadOptions(1.0, USUAL_BITS)),
         (
             ImpressConfig(policy="as+h2o+lfu", retention=0.3, bits=EXACTLY),
             LoadOptions(0.3, EXACT_BITS),
         ),
-        (ImpressConfig(policy="paper", retention=AUTO), LoadOptions(AUTO_FLOOR, USUAL)),
+        (ImpressConfig(policy="paper", retention=AUTO), LoadOptions(AUTO_FLOOR, USUAL_BITS)),
         (ImpressConfig(bits=AUTO), LoadOptions(1.0, USUAL_BITS, auto_bits=True)),
-    ):
-        for params in (SimpleNamespace(custom_params=custom_params), SimpleNamespace()):
-            assert load_options_of(params, config) == usual
-            assert not load_options_of(params, config).chosen
-
-
-def given_for(asked: dict[str, Any], config: ImpressConfig) -> LoadOptions:
-    """What a request gets, which is let through."""
-    asked = asked | {"thinking_budget": 7}
-    check_custom_params(asked, config)
-    return load_options_of(SimpleNamespace(custom_params=asked), config)
+    ],
+)
+def test_a_request_that_asks_for_nothing_gets_what_is_usual_for_the_server(
+    custom_params: object, config: ImpressConfig, usual: LoadOptions
+) -> None:
+    assert options_of(custom_params, config) == usual
+    assert load_options_of(SimpleNamespace(), config) == usual
 
 
 @pytest.mark.parametrize(
@@ -134,24 +133,24 @@ def test_a_request_gets_what_it_asks_for_but_not_less_than_the_floor(
     floor: float, asked: float, given: float
 ) -> None:
     config = ImpressConfig(policy="paper", retention=0.3, min_retention=floor)
-    found = given_for({RETENTION_KEY: asked}, config)
-    assert found == LoadOptions(given, USUAL, chosen=True)
-    assert type(found.retention) is float
+    found = options_of({RETENTION_KEY: asked, "thinking_budget": 7}, config)
+    assert found == LoadOptions(given, USUAL_BITS, chosen=True)
 
 
 @pytest.mark.parametrize(
     ("asked", "given"),
     [*((bits, float(bits)) for bits in (6, *BITS)), (EXACTLY, EXACT_BITS), (AUTO, USUAL_BITS)],
 )
-def test_a_request_gets_the_bits_that_it_asks_for(asked: float | str, given: float) -> None:
-    auto = asked == AUTO
-    for config in (ImpressConfig(), ImpressConfig(bits=EXACTLY), ImpressConfig(bits=AUTO)):
-        found = given_for({BITS_KEY: asked}, config)
-        assert found == LoadOptions(1.0, given, auto_bits=auto), "its bits say nothing of its share"
-        assert type(found.bits) is float
-    both = {BITS_KEY: asked, RETENTION_KEY: 1}
-    found = given_for(both, ImpressConfig(policy="paper", retention=0.3))
-    assert found == LoadOptions(1.0, given, chosen=True, auto_bits=auto)
+@pytest.mark.parametrize("usual", [5, EXACTLY, AUTO])
+def test_a_request_gets_the_bits_that_it_asks_for(
+    asked: float | str, given: float, usual: float | str
+) -> None:
+    """Its bits say nothing of its share."""
+    config = ImpressConfig(policy="paper", retention=0.3, bits=usual)
+    expected = LoadOptions(0.3, given, auto_bits=asked == AUTO)
+    assert options_of({BITS_KEY: asked}, config) == expected
+    whole = dataclasses.replace(expected, retention=1.0, chosen=True)
+    assert options_of({BITS_KEY: asked, RETENTION_KEY: 1}, config) == whole
 
 
 OPENER = -1
@@ -184,13 +183,6 @@ def test_cuts(limit: int, share: float, keep: int, messages: list[int], grown: i
     longer = tokens + list(range(-2 - grown, -2))
     if -(-(len(longer) - limit) // step) == -(-(len(tokens) - limit) // step):
         assert find_cut(longer, limit, share, keep, {OPENER}) == cut
-
-
-def test_turns_after_a_cut_begin_alike() -> None:
-    """Half of the room is cut: the next cut is that many tokens away."""
-    conversation = list(range(10_000))
-    cuts = [find_cut(conversation[:length], 1000, 0.5, 100, ()) for length in range(1001, 2000)]
-    assert cuts == [range(100, 550)] * 450 + [range(100, 1000)] * 450 + [range(100, 1450)] * 99
 
 
 def test_what_is_left_begins_with_a_message() -> None:
