@@ -7,6 +7,7 @@ import ctypes
 import math
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import numpy as np
 
@@ -109,26 +110,22 @@ class OneEngine(FileSystem):
 
 
 @contextlib.contextmanager
-def stepping(depth: int, *, patience: float = math.inf) -> Iterator[Step]:
-    """A reader whose reads end when the test says so; at the end all do."""
-    with with_engine(StepEngine(depth), patience=patience) as (reader, engine):
-        yield reader, engine
-
-
-@contextlib.contextmanager
-def counting() -> Iterator[Step]:
-    """A reader that keeps what it reads, at full speed."""
-    engine = StepEngine(3)
-    engine.allow()
-    with with_engine(engine) as (reader, _):
-        yield reader, engine
-
-
-@contextlib.contextmanager
 def with_engine(engine: StepEngine, *, patience: float = math.inf) -> Iterator[Step]:
+    """A reader whose reads end when the test says so; at the end all do."""
     reader = BlockReader(engine.depth, OneEngine(engine), patience=patience)
     try:
         yield reader, engine
     finally:
         engine.allow()
         reader.close()
+
+
+def stepping(depth: int, *, patience: float = math.inf) -> AbstractContextManager[Step]:
+    return with_engine(StepEngine(depth), patience=patience)
+
+
+def counting() -> AbstractContextManager[Step]:
+    """A reader that keeps what it reads, at full speed."""
+    engine = StepEngine(3)
+    engine.allow()
+    return with_engine(engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -30,13 +31,6 @@ def test_better_is_a_partial_order(a: Quality, b: Quality, c: Quality) -> None:
         assert a.suffices(c)
     assert a.rank <= b.rank or not a.suffices(b)
     assert a.rank < b.rank or a.blended or not b.blended, "whatever else they rest on"
-
-
-def test_neither_fewer_approximations_nor_more_bits_make_up_for_the_other() -> None:
-    often, coarse, better = Quality(2, 8.0), Quality(1, 5.0), Quality(1, 8.0)
-
-    assert not often.suffices(coarse) and not coarse.suffices(often)
-    assert better.suffices(often) and better.suffices(coarse)
 
 
 @given(QUALITIES, SOME_BITS, SOME_SHARES)
@@ -98,14 +92,19 @@ def test_the_key_of_a_request_comes_back(key: str | None, kind: KVClass, usual: 
     assert request_extra_key(marked(key, kind, usual)) == key
 
 
-def test_the_class_of_a_request() -> None:
-    assert KVClass.of(LoadOptions()) == KVClass()
-    assert KVClass.of(LoadOptions(bits=6.0)) == KVClass(6.0)
-    assert KVClass.of(LoadOptions(bits=6.0, blend=OFF)) == KVClass(6.0, 1.0)
-    assert KVClass.of(LoadOptions(bits=6.0, blend=0.25)) == KVClass(6.0, 0.25)
-    assert KVClass.of(LoadOptions(bits=6.0, blend=AUTO)) == KVClass(6.0, AUTO_SHARE)
-    # Who wants exact KVs reuses no text behind other text.
-    assert KVClass.of(LoadOptions(bits=EXACT_BITS, blend=0.25)) == KVClass()
+@pytest.mark.parametrize(
+    ("bits", "blend", "expected"),
+    [
+        (EXACT_BITS, OFF, KVClass()),
+        (6.0, OFF, KVClass(6.0, 1.0)),
+        (6.0, 0.25, KVClass(6.0, 0.25)),
+        (6.0, AUTO, KVClass(6.0, AUTO_SHARE)),
+        # Who wants exact KVs reuses no text behind other text.
+        (EXACT_BITS, 0.25, KVClass()),
+    ],
+)
+def test_the_class_of_a_request(bits: float, blend: float | str, expected: KVClass) -> None:
+    assert KVClass.of(LoadOptions(bits=bits, blend=blend)) == expected
 
 
 @given(CLASSES, st.integers(0, 3))

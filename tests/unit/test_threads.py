@@ -43,31 +43,23 @@ def thread() -> Iterator[BackgroundThread]:
 def test_functions_run_in_order_on_one_thread_also_if_it_is_closed(
     thread: BackgroundThread,
 ) -> None:
+    """No exception ends it."""
     ran: list[tuple[int, str]] = []
+    errors = [OSError(5, "gone"), RuntimeError("a bug"), KeyboardInterrupt(), SystemExit(1)]
 
-    futures = [
-        thread.submit(lambda n=n: ran.append((n, threading.current_thread().name)))
-        for n in range(100)
-    ]
+    def run(number: int) -> int:
+        ran.append((number, threading.current_thread().name))
+        if number < len(errors):
+            raise errors[number]
+        return 2 * number
+
+    futures = [thread.submit(run, number) for number in range(100)]
 
     assert thread.close(10)
-    assert [future.result(0) for future in futures] == [None] * 100
-    assert ran == [(n, "a-test") for n in range(100)]
+    assert [future.exception(0) for future in futures[: len(errors)]] == errors
+    assert [future.result(0) for future in futures[len(errors) :]] == [*range(8, 200, 2)]
+    assert ran == [(number, "a-test") for number in range(100)]
     assert thread.close(10), "twice is as good as once"
-
-
-def test_results_and_errors_are_in_the_futures(thread: BackgroundThread) -> None:
-    def fail(error: BaseException) -> None:
-        raise error
-
-    good = thread.submit(pow, 2, 10)
-    errors = [OSError(5, "gone"), RuntimeError("a bug"), KeyboardInterrupt(), SystemExit(1)]
-    failed = [thread.submit(fail, error) for error in errors]
-    after = thread.submit(pow, 2, 11)
-
-    assert good.result(10) == 1024
-    assert [future.exception(10) for future in failed] == errors
-    assert after.result(10) == 2048, "no exception ends the thread"
 
 
 def test_nobody_waits_longer_than_asked_for_a_thread_that_hangs() -> None:
