@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -17,9 +16,7 @@ from impress_sglang.serving.report import (
     new_report,
     split_tokens,
 )
-from impress_sglang.store.health import Health
-from impress_sglang.store.quota import WriteBudget
-from impress_sglang.store.writing import StoreStats
+from impress_sglang.store.store import PrefixStore
 
 
 def split(*numbers: int) -> dict[str, int]:
@@ -72,31 +69,17 @@ LABELS = {"tp_rank": "0"}
 TIER = {"used_bytes": 7, "capacity_bytes": 9, "evicted_score": None}
 
 
-def store(**given: Any) -> dict[str, Any]:
-    """As the store sums itself up."""
-    names = (
-        *("used_bytes", "quota_bytes", "quarantined_bytes", "other_models_bytes", "segments"),
-        *("segments_suspect", "writes_pending", "buffer_bytes", "buffer_used_bytes"),
-    )
-    return {
-        **dict.fromkeys(names, 0),
-        **dataclasses.asdict(StoreStats()),
-        **WriteBudget().summary(),
-        "health": Health().summary(),
-        **given,
-    }
-
-
 class World:
-    def __init__(self) -> None:
-        self.now = 10.0
-        self.registry = CollectorRegistry()
-        self.metrics = ServingMetrics(LABELS, lambda: self.now, registry=self.registry)
+    """What a server sums up, and what Prometheus is told of it."""
+
+    def __init__(self, labels: dict[str, str] = LABELS) -> None:
+        self.now, self.registry = 10.0, CollectorRegistry()
+        self.metrics = ServingMetrics(labels, lambda: self.now, registry=self.registry)
         self.totals = RequestTotals()
+        self.cache = {"device": TIER, "host": TIER | {"used_bytes": 1}}
+        self.pool: dict[str, int] = {}
         self.store: dict[str, Any] | None = None
         self.suspended: str | None = None
-        self.cache: dict[str, Any] | None = {"device": TIER, "host": TIER | {"used_bytes": 1}}
-        self.pool: dict[str, int] = {}
 
     def tell(self, *, now: bool = False) -> None:
         self.metrics.tell(self.summarize, now=now)
@@ -136,49 +119,43 @@ def test_counters_follow_the_totals_once_a_second() -> None:
 
 def test_a_label_of_ours_is_ours() -> None:
     """Whatever --extra-metric-labels says."""
-    registry = CollectorRegistry()
-    metrics = ServingMetrics(LABELS | {"tier": "gold"}, lambda: 0.0, registry=registry)
-    metrics.tell(World().summarize)
-    found = LABELS | {"tier": "device", "kind": "used"}
-    assert registry.get_sample_value(f"{PREFIX}cache_bytes", found) == 7.0
-    found = LABELS | {"tier": "gold", "path": "ssd"}
-    assert registry.get_sample_value(f"{PREFIX}requests_total", found) == 0.0
+    world = World(LABELS | {"tier": "gold"})
+    world.tell()
+    assert world.value("cache_bytes", tier="device", kind="used") == 7.0
+    assert world.value("requests_total", tier="gold", path="ssd") == 0.0
 
 
-def test_another_store_counts_from_nothing() -> None:
+def test_another_store_counts_from_nothing(store: PrefixStore) -> None:
     """As after new weights; what Prometheus was told before stays."""
-    world = World()
-    told = []
+    world, told = World(), []
     for written in (10, None, 4, 6):
-        world.store = None if written is None else store(bytes_written=written)
-        world.tell()
-        world.now += PERIOD_SECONDS
+        store.stats.bytes_written = written or 0
+        world.store = None if written is None else store.summary()
+        world.tell(now=True)
         told.append(
             (world.value("ssd_written_bytes_total"), world.value("store_state", state="ok"))
         )
     assert told == [(10, 1), (10, 0), (14, 1), (16, 1)]
     world.suspended = "a reason"
-    world.tell()
+    world.tell(now=True)
     assert world.value("store_state", state="suspended") == 1.0
     assert world.value("store_state", state="ok") == 0.0
 
 
-def test_all_is_told_of_a_store_that_is_open() -> None:
+def test_all_is_told_of_a_store_that_is_open(store: PrefixStore) -> None:
     """What a value is not known of is left out, not said to be 0."""
     world = World()
-    world.tell(now=True)
+    world.tell()
     assert world.value("store_segments") is None and world.value("disk_failures_total") is None
     assert world.value("pool_tokens", kind="size") is None
     assert world.value("cache_evicted_score", tier="device") is None
 
-    health = Health()
-    health.failed("a read", OSError("EIO"), reading=True)
-    health.failed("a read", OSError("EIO"), reading=True)
-    health.probed(None, readable=True)
-    world.store = store(
-        segments_purged=3, segments_expired=4, segments_suspect=2, health=health.summary()
-    )
-    world.cache = {"device": TIER | {"evicted_score": 0.25}, "host": TIER}
+    for _ in range(2):
+        store.health.failed("a read", OSError("EIO"), reading=True)
+    store.health.probed(None, readable=True)
+    store.stats.segments_purged, store.stats.segments_expired = 3, 4
+    world.store = store.summary() | {"segments_suspect": 2}
+    world.cache["device"] = TIER | {"evicted_score": 0.25}
     names = ("loading", "private", "held", "writing")
     world.pool = {"tokens": 100, **{f"{kind}_tokens": len(kind) for kind in names}}
     world.tell(now=True)

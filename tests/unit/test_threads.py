@@ -6,10 +6,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 
 from impress_sglang.config import ImpressConfig
@@ -33,17 +31,9 @@ def test_the_threads_of_a_store_compute_alone(tmp_path: Path) -> None:
         store.close()
 
 
-@pytest.fixture
-def thread() -> Iterator[BackgroundThread]:
-    thread = BackgroundThread("a-test")
-    yield thread
-    thread.close(10)
-
-
-def test_functions_run_in_order_on_one_thread_also_if_it_is_closed(
-    thread: BackgroundThread,
-) -> None:
+def test_functions_run_in_order_on_one_thread_also_if_it_is_closed() -> None:
     """No exception ends it."""
+    thread = BackgroundThread("a-test")
     ran: list[tuple[int, str]] = []
     errors = [OSError(5, "gone"), RuntimeError("a bug"), KeyboardInterrupt(), SystemExit(1)]
 
