@@ -47,34 +47,21 @@ def test_retained_tokens(num_tokens: int, retention: float, k: int) -> None:
     assert retained_tokens(num_tokens, retention) == k
 
 
-# Multiples of 1/8 below 2**20: sums are exact, and ties do occur.
-SCORES = st.integers(0, 40).map(lambda n: n / 8)
-
-
-@st.composite
-def score_tables(draw: st.DrawFn) -> tuple[Tensor, int]:
-    """Scores [H, m] and a k."""
-    num_tokens = draw(st.integers(1, 30))
-    num_heads = draw(st.integers(1, 5))
-    row = st.lists(SCORES, min_size=num_tokens, max_size=num_tokens)
-    table = draw(st.lists(row, min_size=num_heads, max_size=num_heads))
-    return torch.tensor(table), draw(st.integers(1, num_tokens))
-
-
-@given(score_tables())
-def test_vote_prefers_votes_then_summed_score(case: tuple[Tensor, int]) -> None:
+@given(m=st.integers(1, 30), num_heads=st.integers(1, 5), seed=st.integers(0, 999))
+def test_vote_prefers_votes_then_summed_score(m: int, num_heads: int, seed: int) -> None:
     """A token outside has no more votes, or as many and no higher sum, than any inside."""
-    scores, k = case
+    # Multiples of 1/8: sums are exact, and ties do occur.
+    pick = np.random.default_rng(seed)
+    scores, k = torch.tensor(pick.integers(0, 41, (num_heads, m)) / 8), int(pick.integers(1, m + 1))
     agreed = agreed_tokens(scores, k, threshold=-1.0)
 
     assert agreed is not None
     found, sets = agreed.tolist(), top_tokens(scores, k).tolist()
     assert len(found) == k
     assert found == sorted(set(found))
-    votes = [sum(token in row for row in sets) for token in range(scores.shape[1])]
-    sums = scores.sum(0).tolist()
-    rank = [(votes[token], sums[token]) for token in range(scores.shape[1])]
-    outside = set(range(scores.shape[1])) - set(found)
+    votes, sums = [sum(token in row for row in sets) for token in range(m)], scores.sum(0).tolist()
+    rank = list(zip(votes, sums, strict=True))
+    outside = set(range(m)) - set(found)
     assert all(rank[out] <= rank[kept] for out in outside for kept in found)
 
 
@@ -91,18 +78,20 @@ SHAPES = {
 M, C = 60, 5
 
 
-class MemorySource:
-    """KVs in memory: what is asked of them, and what is noted."""
+class Setting:
+    """A source of KVs in memory, and a request of it: what is asked of it, and what is noted."""
 
-    def __init__(self, shape: KVShape, keys: Tensor, values: Tensor) -> None:
-        self._shape, self._keys, self._values = shape, keys, values
-        self.num_tokens = keys.shape[1]
+    def __init__(self, shape: KVShape) -> None:
+        self.shape, self.num_tokens = shape, M
+        self.keys, self.values = kv.random_kvs(shape, M, seed=1)
+        self.asking = asking(shape, 2, C)
         self.asked: list[tuple[str, list[list[int]] | None]] = []
         self.noted: list[tuple[int, list[list[int]], Tensor | None]] = []
+        self.report: dict[str, Any] = {}
 
     def read_probe(self, layer: int) -> Tensor:
         self.asked.append(("probe", None))
-        return self._keys[layer][:, list(self._shape.probe_kv_heads)]
+        return self.keys[layer][:, list(self.shape.probe_kv_heads)]
 
     def read(
         self, layer: int, tokens: Indices | None, *, keys: bool = True, values: bool = True
@@ -112,24 +101,15 @@ class MemorySource:
             for kind, asked in (("keys", keys), ("values", values))
             if asked
         ]
-        others = list(self._shape.other_kv_heads)
-        rows = torch.arange(self.num_tokens)[None] if tokens is None else torch.from_numpy(tokens)
-        index = rows.expand(self._shape.num_kv_heads, -1).T
-        heads = torch.arange(self._shape.num_kv_heads)
-        found = self._keys[layer][index, heads][:, others] if keys and others else None
-        return found, self._values[layer][index, heads] if values else None
+        others = list(self.shape.other_kv_heads)
+        rows = torch.arange(M)[None] if tokens is None else torch.from_numpy(tokens)
+        index = rows.expand(self.shape.num_kv_heads, -1).T
+        heads = torch.arange(self.shape.num_kv_heads)
+        found = self.keys[layer][index, heads][:, others] if keys and others else None
+        return found, self.values[layer][index, heads] if values else None
 
     def note_selection(self, layer: int, selected: Indices, importance: Tensor | None) -> None:
         self.noted.append((layer, selected.tolist(), importance))
-
-
-class Setting:
-    def __init__(self, shape: KVShape) -> None:
-        self.shape = shape
-        self.keys, self.values = kv.random_kvs(shape, M, seed=1)
-        self.source = MemorySource(shape, self.keys, self.values)
-        self.asking = asking(shape, 2, C)
-        self.report: dict[str, Any] = {}
 
     def scores(self, layer: int) -> np.ndarray:
         """Column sums [Hq, m] of all heads, in float64."""
@@ -137,13 +117,8 @@ class Setting:
         keys = self.keys[layer], asking.resident_keys, asking.new_keys
         return dense_sums(asking.queries, *keys, asking.scaling)
 
-    def probe_query_heads(self) -> list[int]:
-        size = self.shape.group_size
-        probed = self.shape.probe_kv_heads
-        return [h for h in range(self.shape.num_query_heads) if h // size in probed]
-
     def load(self, layer: int, k: int, alpha: float = 0.6) -> LoadedLayer:
-        request = request_of(self.shape, alpha, self.source, k, C)
+        request = request_of(self.shape, alpha, self, k, C)
         self.report = request.report
         return load_layer(request, layer, self.asking)
 
@@ -172,10 +147,10 @@ def test_all_tokens_are_loaded_exactly_and_nothing_is_scored(setting: Setting, l
     setting.check(layer, loaded, torch.arange(M)[None])
     probes = [("probe", None)] * bool(setting.shape.probe_kv_heads)
     everything = [list(range(M))] * kv.head_groups_of(setting.shape)
-    assert setting.source.asked == [*probes, ("keys", everything), ("values", everything)]
+    assert setting.asked == [*probes, ("keys", everything), ("values", everything)]
     assert setting.report["layers_whole"] == 1 and not setting.report["probe_ms"]
     assert not setting.report["layers_by_probe"] + setting.report["layers_by_fallback"]
-    assert setting.source.noted == [(layer, everything, None)]
+    assert setting.noted == [(layer, everything, None)]
 
 
 @pytest.mark.parametrize("k", [1, 5, 15, 45, M - 1])
@@ -188,7 +163,8 @@ def test_the_tokens_are_those_of_the_dense_reference(
     All keys are read only if there is no agreement, and keys that were read are not read again.
     """
     scores = setting.scores(1)
-    probe = scores[setting.probe_query_heads()]
+    probed, size = setting.shape.probe_kv_heads, setting.shape.group_size
+    probe = scores[[head for head in range(len(scores)) if head // size in probed]]
     sets = [set(np.argsort(-row)[:k].tolist()) for row in probe]
     pairs = [
         len(sets[a] & sets[b]) / len(sets[a] | sets[b]) for a in range(len(sets)) for b in range(a)
@@ -198,7 +174,7 @@ def test_the_tokens_are_those_of_the_dense_reference(
 
     loaded = setting.load(1, k, alpha)
 
-    report, source = setting.report, setting.source
+    report = setting.report
     assert (report["layers_by_probe"], report["layers_by_fallback"]) == (agreed, not agreed)
     assert report["probe_ms"] > 0 and report["load_ms"] > 0
     if agreed:
@@ -211,8 +187,8 @@ def test_the_tokens_are_those_of_the_dense_reference(
     setting.check(1, loaded, torch.tensor(chosen))
     selected = loaded.selected.tolist()
     keys = ("keys", selected if agreed else None)
-    assert source.asked == [("probe", None)] * bool(sets) + [keys, ("values", selected)]
-    ((layer, noted, importance),) = source.noted
+    assert setting.asked == [("probe", None)] * bool(sets) + [keys, ("values", selected)]
+    ((layer, noted, importance),) = setting.noted
     assert (layer, noted) == (1, selected)
     np.testing.assert_allclose(importance, probe if agreed else scores, rtol=1e-4, atol=1e-7)
 
@@ -226,12 +202,12 @@ def test_nothing_is_noted_of_a_failure(broken: str, k: int, alpha: float) -> Non
     def fail(*_: object, **__: object) -> None:
         raise SegmentUnreadable("ab12", "a test")
 
-    setattr(setting.source, broken, fail)
+    setattr(setting, broken, fail)
 
     with pytest.raises(SegmentUnreadable):
         setting.load(0, k, alpha)
 
-    assert not setting.source.noted
+    assert not setting.noted
 
 
 # What half precision keeps of an importance of this size, over many updates.
@@ -282,16 +258,6 @@ def test_an_average_follows_a_change_after_any_number_of_accesses() -> None:
     assert history.accesses.tolist() == [255]
 
 
-def test_without_scores_all_tokens_count_alike() -> None:
-    """A layer that is used whole, or a rule that looks at nothing."""
-    history = TokenHistory(1, 1, 3, by_importance=True)
-    note(history, 0, [0, 1], start=0, count=2, scores=torch.tensor([[3.0, 1.0]]))
-    note(history, 0, [0, 1], start=0, count=2)
-
-    np.testing.assert_allclose(history.order_key[0, 0], [1.25, 0.75, 0], **CLOSE)
-    assert history.average[0, 0].tolist() == [1, 1, 0]
-
-
 @given(st.data())
 def test_averages_are_those_of_the_definition(data: st.DataObject) -> None:
     """Any spans anywhere in a prefix, any selections, all layers and head groups."""
@@ -319,14 +285,17 @@ def test_averages_are_those_of_the_definition(data: st.DataObject) -> None:
 
 
 def test_importance_is_the_column_sum_over_the_mean_of_all_tokens() -> None:
+    """Without scores all count alike: in a layer that is used whole, or for another rule."""
     history = TokenHistory(1, 1, 6, by_importance=True)
-    scores = torch.tensor([[1.0, 0.0, 3.0, 0.0], [1.0, 0.0, 1.0, 2.0]])  # sums 2, 0, 4, 2
+    sums = torch.tensor([[1.0, 0.0, 3.0, 0.0], [1.0, 0.0, 1.0, 2.0]])  # 2, 0, 4, 2
 
-    note(history, 0, [0], start=1, count=4, scores=scores)
-    np.testing.assert_allclose(history.order_key[0, 0], [0, 1, 0, 2, 1, 0], **CLOSE)
-    note(history, 0, [0], start=1, count=4, scores=100 * scores.flip(1))
-
-    np.testing.assert_allclose(history.order_key[0, 0], [0, 1, 1, 1, 1, 0], **CLOSE)
+    for scores, expected in (
+        (sums, [0, 1, 0, 2, 1, 0]),
+        (None, [0, 1, 0.5, 1.5, 1, 0]),
+        (100 * sums.flip(1), [0, 1, 1, 1, 1, 0]),
+    ):
+        note(history, 0, [0], start=1, count=4, scores=scores)
+        np.testing.assert_allclose(history.order_key[0, 0], expected, **CLOSE)
 
 
 SOME = st.lists(st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.9, 1.0]), min_size=1, max_size=24)
