@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -188,8 +188,6 @@ class State(enum.Enum):
     CHUNKED = "chunked"
     """A part of its prompt is computed."""
     RUNNING = "running"
-    BROKEN = "broken"
-    """Its pass was in vain, and it will be put back."""
     ENDED = "ended"
 
 
@@ -209,7 +207,6 @@ class Request(Waiter):
     slots: list[int] = dataclasses.field(default_factory=list)
     planned: bool = False
     loaded_stop: int = 0
-    retry_poll: int = 0
 
     @property
     def tokens(self) -> Path:
@@ -225,7 +222,7 @@ class Request(Waiter):
 
     @property
     def admitted(self) -> bool:
-        return self.state in (State.CHUNKED, State.RUNNING, State.BROKEN)
+        return self.state in (State.CHUNKED, State.RUNNING)
 
 
 class Pool:
@@ -238,7 +235,6 @@ class Pool:
         self.promised = 0
         """What running requests need."""
         self.idle = True
-        self.retract: Callable[[LoadJob], None] = lambda job: None
 
     def room(self) -> int:
         return len(self.tree.free) + self.tree.evictable - self.promised
@@ -293,7 +289,6 @@ class Pool:
 
     def discard(self, job: LoadJob) -> None:
         assert job.early
-        self.retract(job)
         self.tree.unlock(job.hold)
         top = tuple(job.tokens[: job.start + 1].tolist())
         for path in sorted(self.tree.nodes, key=len, reverse=True):

@@ -1,17 +1,20 @@
 """SGLang's scheduler around a job queue, as far as slots and order are concerned.
 
 What it admits, allocates, evicts, retracts and puts back follows SGLang 0.5.23 (`PrefillAdder`,
-`retract_decode`); what it asks of the queue follows `plugin.tree_cache`. A page has one token.
+`retract_decode`); what it asks of the queue, and writes, follows `plugin.prefix_loads` and
+`plugin.prefix_saves`, on one of several ranks or alone. A page has one token.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from impress_sglang.serving.job_queue import JobQueue
 from impress_sglang.serving.load_jobs import JobState, LoadJob
+from impress_sglang.serving.ranks import Agreement, LoadProposal, Ranks
 from tests.unit.job_world import (
     LAYERS,
     Hold,
@@ -34,12 +37,29 @@ MOST_TRIES = 3
 STEP_SECONDS = 0.25
 
 
+@dataclasses.dataclass(eq=False)
+class Save:
+    """Slots of a path that are locked until no rank writes them."""
+
+    path: Path
+    hold: Hold
+    steps: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """What a rank would do for a request, as often as it is planned."""
+
+    request: Request
+    wish: LoadProposal
+
+
 class ModelPool(Pool):
     """`plugin.job_slots.JobSlots` of a model of SGLang."""
 
     def __init__(self, model: SGLangModel) -> None:
         super().__init__(model.tree)
-        self.model, self.retract = model, model.retract
+        self.model = model
 
     def room(self) -> int:
         return self.model.available - self.model.promised(self.model.ratio)
@@ -51,48 +71,41 @@ class ModelPool(Pool):
 class SGLangModel:
     """One scheduler; `ratio`: which share of their answers it reserves for running requests."""
 
-    alone = True
-
-    def __init__(self, ratio: float, rng: random.Random) -> None:
-        self.ratio, self.rng = ratio, rng
-        self.clock = Clock()
-        self.tree = Tree(NUM_SLOTS)
+    def __init__(self, ratio: float, rng: random.Random, ranks: Ranks) -> None:
+        self.ratio, self.rng, self.ranks = ratio, rng, ranks
+        self.clock, self.tree = Clock(), Tree(NUM_SLOTS)
         self.loader = StepLoader(self.tree, self.clock)
         self.requests: dict[str, Request] = {}
         """Those that have not ended."""
         self.queue: list[Request] = []
         self.running: list[Request] = []
         self.chunked: Request | None = None
-        self.gate: list[LoadJob] = []
         self.stored: set[Path] = set()
-        self.reports = True
+        self.reports = rng.random() < 0.7
         """Whether the store learns what cannot be read."""
-        self.early = False
-        """Whether requests may be admitted before their jobs are done."""
-        self.num_early = self.num_loaded = 0
+        self.planned: dict[str, Plan] = {}
+        self.saves: list[Save] = []
+        self.num_loaded = self.count = 0
         self.full = False
-        self.polls = self.count = 0
-        self.pool = ModelPool(self)
-        self.jobs = self.make_jobs(self.clock)
-
-    def make_jobs(self, clock: Callable[[], float]) -> JobQueue[Request]:
-        return JobQueue(self.pool, self.loader, self._note_end, self._after_job, LEAST, clock)
+        self.agreement = Agreement(ranks, self.clock)
+        self.jobs: JobQueue[Request] = JobQueue(
+            *(ModelPool(self), self.loader, self._note_end, self._after_job),
+            *(LEAST, self.agreement.now),
+        )
 
     # Requests.
 
-    def ask(self, prompt: Path, max_tokens: int, stops: int, patience: float | None) -> None:
+    def ask(self, prompt: Path, max_tokens: int, stops: int) -> None:
         assert len(prompt) + max_tokens + 2 <= NUM_SLOTS and 1 <= stops <= max_tokens
         rid = f"r{self.count}"
         self.count += 1
-        request = Request(rid, patience, prompt=prompt, max_tokens=max_tokens, stops=stops)
+        request = Request(rid, prompt=prompt, max_tokens=max_tokens, stops=stops)
         self.requests[rid] = request
         self.queue.append(request)
         self.plan(request)
 
     def abort(self, request: Request) -> None:
-        """As a client does, at any time; one that is to be put back ends when it is."""
-        if request.state is State.BROKEN:
-            return
+        """As a client does, at any time."""
         if request.state is State.QUEUED:
             self.queue.remove(request)
         self._release(request)
@@ -118,6 +131,7 @@ class SGLangModel:
         if request.lock is not None:
             self.tree.unlock(request.lock)
             request.lock = None
+        self.planned.pop(request.rid, None)
         self.jobs.leave(request)
 
     def _requeue(self, request: Request) -> None:
@@ -144,29 +158,28 @@ class SGLangModel:
 
     @property
     def is_done(self) -> bool:
-        return not (self.requests or self.jobs or self.other_holds())
+        return not (self.requests or self.jobs or self.saves)
 
     def drop_all(self) -> None:
         """Before other weights; each waits for its own loader."""
         for request in self.requests.values():
             request.planned = False
+        self.planned.clear()
         self.jobs.drop_all()
-        if self.jobs.wait_for_loader(self.rng.choice([0.0, 1.0]), alone=self.alone):
+        alone = self.ranks.alone
+        if self.jobs.wait_for_loader(self.rng.choice([0.0, 1.0]), alone=alone):
             assert all(job.done.is_set() for job in self.jobs.jobs)
-            assert not (self.alone and self.jobs), "SGLang may flush"
-
-    def _poll(self) -> None:
-        """`check_hicache_events`."""
-        self.polls += 1
-        self.jobs.poll(self.queue, self._ended())
-        self.gate = [job for job in self.gate if job in self.jobs.jobs]
-
-    def _ended(self) -> Sequence[LoadJob]:
-        return [job for job in self.jobs.begun if job.done.is_set()]
+            assert not (alone and self.jobs), "SGLang may flush"
 
     @property
     def available(self) -> int:
-        return len(self.tree.free) + self.tree.evictable
+        """What only saves have locked counts as room."""
+        for save in self.saves:
+            self.tree.unlock(save.hold)
+        room = len(self.tree.free) + self.tree.evictable
+        for save in self.saves:
+            save.hold = self.tree.lock(save.path)
+        return room
 
     def promised(self, ratio: float, spare: int = 1) -> int:
         """What it counts on: the rest of a prompt, and answers."""
@@ -222,12 +235,14 @@ class SGLangModel:
         return batch
 
     def _allocate(self, count: int) -> list[int] | None:
-        """`evict_for_alloc`, and then the slots."""
+        """`evict_for_alloc`, and then the slots: what is written goes first, then jobs."""
 
         def missing() -> int:
             self.tree.evict(count - len(self.tree.free))
             return count - len(self.tree.free)
 
+        while missing() > 0 and self.saves:
+            self.tree.unlock(self.saves.pop().hold)
         if missing() > 0:
             self.jobs.make_room(missing)
         return self.tree.take(count)
@@ -237,10 +252,7 @@ class SGLangModel:
             slots = self._allocate(count)
             assert slots is not None, "SGLang ends: there is no room for what it has admitted"
             request.slots += slots
-        self._wait_at_gate()
         for request, _ in batch:
-            if request.state is State.BROKEN:
-                continue
             self._attend(request)
             self._checkpoint(request, request.computed)
             if request.computed < len(request.tokens):
@@ -253,7 +265,6 @@ class SGLangModel:
 
     def _decode(self) -> None:
         self._retract()
-        self._wait_at_gate()
         for request in list(self.running):
             slots = self.tree.take(1)
             assert slots is not None
@@ -265,29 +276,12 @@ class SGLangModel:
         """Put requests back until a token of each fits, with the shortest answers first."""
         while (slots := self._allocate(len(self.running))) is None:
             last = min(self.running, key=lambda request: len(request.output))
-            alone = len(self.running) == 1
             self._requeue(last)
-            if alone:
+            if not self.running:
                 # SGLang aborts it. That may be only for want of what others have.
-                others = self.chunked is not None or any(
-                    request.admitted for request in self.requests.values()
-                )
-                assert others or self.gate, "the last request is aborted"
+                assert self.chunked is not None, "the last request is aborted"
                 return
         self.tree.give(slots)
-
-    def _wait_at_gate(self) -> None:
-        """A pass waits for the layers of early jobs, but not for ever."""
-        for job in self.gate:
-            if job.revoked:
-                continue
-            if not self.loader.stalls:
-                self.loader.run(LAYERS * (1 + len(self.loader.begun)))
-            if job.layers == LAYERS:
-                continue
-            job.revoke()
-            for request in self._users_of(job):
-                self._take_out(request, State.BROKEN)
 
     def _attend(self, request: Request) -> None:
         """Its pass: everything before its new tokens must be what it should be."""
@@ -307,6 +301,11 @@ class SGLangModel:
         request.lock = lock
 
     def _generate(self, request: Request) -> None:
+        if not request.output:
+            assert request.lock is not None
+            path = request.lock.path
+            steps = 0 if path in self.stored else self.rng.randrange(1, 9)
+            self.saves.append(Save(path, self.tree.lock(path), steps))
         request.output += (10_000 + 100 * int(request.rid[1:]) + len(request.output),)
         if len(request.output) >= request.stops:
             self._checkpoint(request, request.computed)
@@ -315,23 +314,62 @@ class SGLangModel:
 
     # What the tree cache does.
 
+    def _poll(self) -> None:
+        for save in self.saves:
+            if save.steps:
+                save.steps -= 1
+                if not save.steps and self.rng.random() < 0.9:
+                    self.stored.add(save.path)
+                break
+        self.jobs.poll(self.queue, self._agreed())
+
+    def _agreed(self) -> Sequence[LoadJob]:
+        """Carry out what ranks agree on; returns the jobs that have ended."""
+        if not (self.agreement.is_open or self.planned or self.jobs.active or self.saves):
+            return ()
+        slow = {job for job in self.jobs.loading if self.rng.random() < 0.02}
+        over = list(itertools.takewhile(lambda save: save.steps <= 0, self.saves))
+        wishes = {plan: plan.wish for plan in self.planned.values()}
+        agreed = self.agreement.agree(wishes, self.jobs.begun, slow, over)
+        for save in agreed.saves:
+            if save in self.saves:
+                self.tree.unlock(save.hold)
+                self.saves.remove(save)
+        for job in agreed.slow:
+            if job.slots is not None:
+                for request in job.waiters:
+                    request.tries = MOST_TRIES
+                self.jobs.give_up(job)
+        for plan, wish in agreed.wishes.items():
+            if self.planned.get(plan.request.rid) is plan:
+                del self.planned[plan.request.rid]
+                self._begin(plan.request, wish)
+        return agreed.ended
+
     def _may_start(self, request: Request) -> bool:
         if request.job is None and (not request.planned or self._has_lost(request)):
             self.plan(request)
-        if self.polls < request.retry_poll or self._is_blocked(request):
-            return False
-        return not self.jobs.waits(request) or self._starts_early(request)
+        return not self.jobs.waits(request) and request.rid not in self.planned
 
     def plan(self, request: Request) -> None:
         request.planned = True
-        stop = self._stored(request.tokens[:-1])
-        resident = len(self.tree.match(request.tokens[:-1]))
-        if request.tries >= MOST_TRIES or stop - resident < LEAST:
+        tokens = request.tokens[:-1]
+        resident = len(self.tree.match(tokens))
+        if request.tries >= MOST_TRIES or len(tokens) - resident < LEAST:
             return
-        self.jobs.join(request, new_job(request.tokens[:stop], resident))
+        stop = max((_common(tokens, path) for path in self.stored), default=0)
+        loads, patience = self.rng.random() < 0.9, self.rng.choice([None, 0.0, 3.0])
+        wish = LoadProposal(stop, loads, patience) if stop else LoadProposal()
+        if self.ranks.alone:
+            self._begin(request, wish)
+        else:
+            self.planned[request.rid] = Plan(request, wish)
 
-    def _stored(self, tokens: Path) -> int:
-        return max((_common(tokens, path) for path in self.stored), default=0)
+    def _begin(self, request: Request, wish: LoadProposal) -> None:
+        resident = len(self.tree.match(request.tokens[:-1]))
+        if wish.loads and wish.stop - resident >= LEAST:
+            request.patience = wish.patience
+            self.jobs.join(request, new_job(request.tokens[: wish.stop], resident))
 
     def _has_lost(self, request: Request) -> bool:
         if not request.loaded_stop or request.hold is not None:
@@ -358,37 +396,6 @@ class SGLangModel:
             request.loaded_stop = job.stop
         self.plan(request)
 
-    def _starts_early(self, request: Request) -> bool:
-        job = request.job
-        if job is None or job.done.is_set() or job.revoked:
-            return False
-        if job.early:
-            return True
-        if not self.early or job.slots is None or not job.layers:
-            return False
-        if len(request.tokens) - job.stop > CHUNK or self.pool.lacking(job) < len(job):
-            return False
-        self.pool.insert(job)
-        job.early = True
-        self.gate.append(job)
-        self.num_early += 1
-        return True
-
-    def _is_blocked(self, request: Request) -> bool:
-        return any(j is not request.job and self._shares(request, j) for j in self.gate)
-
-    def _shares(self, request: Request, job: LoadJob) -> bool:
-        stop = job.start + 1
-        return request.tokens[:stop] == tuple(job.tokens[:stop].tolist())
-
-    def _users_of(self, job: LoadJob) -> list[Request]:
-        return [r for r in self.requests.values() if r.admitted and self._shares(r, job)]
-
-    def retract(self, job: LoadJob) -> None:
-        for request in self._users_of(job):
-            request.retry_poll = self.polls + 2
-            self._requeue(request)
-
     # What always holds.
 
     def check(self) -> None:
@@ -404,17 +411,13 @@ class SGLangModel:
         assert all(path[:-1] in tree.nodes for path in tree.nodes if len(path) > 1)
 
         holds = [request.lock for request in self.requests.values() if request.lock is not None]
-        holds += self.other_holds()
+        holds += [save.hold for save in self.saves]
         holds += [request.hold for request in jobs.waiters.values() if request.hold is not None]
-        holds += [job.hold for job in jobs.jobs if job.early or job.slots is not None]
+        holds += [job.hold for job in jobs.loading]
         assert sorted(map(id, holds)) == sorted(map(id, tree.holds)), "locks end with their owners"
         for request in jobs.waiters.values():
             assert request.state is State.QUEUED, "nobody else waits"
         self._check_promises()
-
-    def other_holds(self) -> list[Hold]:
-        """Locks that are neither of requests nor of jobs."""
-        return []
 
     def _check_promises(self) -> None:
         if self.ratio == 1.0:
@@ -423,7 +426,6 @@ class SGLangModel:
             return
         rest = len(self.chunked.tokens) - self.chunked.computed
         paths = [r.lock.path for r in self.requests.values() if r.lock is not None]
-        paths += [job.hold.path for job in self.jobs.jobs if job.early]
         kept = {path[:stop] for path in paths for stop in range(1, len(path) + 1)}
         after = (
             len(self.tree.free)
