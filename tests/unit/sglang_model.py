@@ -321,12 +321,11 @@ class SGLangModel:
                 if not save.steps and self.rng.random() < 0.9:
                     self.stored.add(save.path)
                 break
-        self.jobs.poll(self.queue, self._agreed())
+        if self.agreement.is_open or self.planned or self.jobs.active or self.saves:
+            self.jobs.poll(self.queue, self._agreed())
 
     def _agreed(self) -> Sequence[LoadJob]:
         """Carry out what ranks agree on; returns the jobs that have ended."""
-        if not (self.agreement.is_open or self.planned or self.jobs.active or self.saves):
-            return ()
         slow = {job for job in self.jobs.loading if self.rng.random() < 0.02}
         over = list(itertools.takewhile(lambda save: save.steps <= 0, self.saves))
         wishes = {plan: plan.wish for plan in self.planned.values()}

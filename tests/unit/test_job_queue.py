@@ -192,6 +192,8 @@ class TestPassing:
         assert job.revoked
         desk.load()
         assert again.state is WAITING and desk.waiting == ["a", "b"], "b may not"
+        desk.leave(desk.queue[0])
+        assert not desk.waiting, "without jobs there is no poll"
 
     def test_who_is_blocked_is_found_in_one_look_at_a_long_queue(self, desk: Desk) -> None:
         class Counted(dict[str, Request]):
