@@ -117,7 +117,7 @@ def read_only() -> list[Rule]:
 
 def dead_disk(error: str = "EIO") -> list[Rule]:
     """What a disk does that has gone: nothing works."""
-    return [Rule(error, "*")]
+    return [Rule(error)]
 
 
 class Faults:
@@ -180,7 +180,7 @@ class Faults:
         """Look whether the rules have changed outside; see `tests.serving.faulty_server`."""
 
     def noted(self) -> None:
-        """Called when something was hit."""
+        """Something was hit."""
 
 
 class FaultyFileSystem(FileSystem):

@@ -99,7 +99,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Faults:
     monkeypatch.setattr(peer_module, "_LOOK_SHARE", 1.0)
     monkeypatch.setattr(bucket_module, "IDLE_SECONDS", 0.02)
     monkeypatch.setattr("impress_sglang.store.unattached._AGAIN_SECONDS", 0.01)
-    monkeypatch.setattr("impress_sglang.store.store.REST_SECONDS", 0.05)
+    monkeypatch.setattr("impress_sglang.store.store.REST_SECONDS", 0.5)
     return faults
 
 

@@ -122,16 +122,6 @@ def test_the_order_of_use_is_that_of_before() -> None:
     assert segments[0].last_access == 9
 
 
-@pytest.fixture
-def large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Any store with a segment is, and what a start has frozen is let go at the end."""
-    monkeypatch.setattr(disk_module, "_MANY", 1)
-    # What there is already need not be looked through.
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def segments() -> int:
     """Of trees, as far as Python looks for garbage."""
     return sum(type(found) is StoredSegment for found in gc.get_objects())
@@ -144,14 +134,20 @@ class Cycle:
         self.itself = self
 
 
-def test_python_looks_for_no_garbage_in_a_large_index(bench: Workbench, large: None) -> None:
+def test_python_looks_for_no_garbage_in_a_large_index(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """But what is garbage before its start is let go."""
+    monkeypatch.setattr(disk_module, "_MANY", 1)
+    # What there is already need not be looked through.
+    gc.freeze()
     store = three_prefixes(bench)
     assert segments() > 0
     cycle = weakref.ref(Cycle())
     store = bench.reopen(store)
     assert segments() == 0 and cycle() is None
     check_three_prefixes(store)
+    # What a start has frozen is let go at the end.
     bench.close(store)
     assert segments() > 0, "then it is garbage"
 
@@ -346,34 +342,23 @@ def used(bench: Workbench) -> PrefixStore:
     return store
 
 
-@pytest.fixture
-def looked(used: PrefixStore, monkeypatch: pytest.MonkeyPatch) -> list[StoredSegment]:
-    found: list[StoredSegment] = []
-    check = used.tree.check
-    monkeypatch.setattr(used.tree, "check", lambda segment: found.append(segment) or check(segment))
-    # That looks at all of them, after each offer of these tests.
-    monkeypatch.setattr(store_factory, "check_store", lambda store: None)
-    return found
-
-
+@pytest.mark.parametrize("reordered", [0, 2])
 def test_a_step_looks_at_few_and_all_have_their_turn(
-    used: PrefixStore, looked: list[StoredSegment]
+    used: PrefixStore, reordered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counts = [len(looked) for _ in used.check_steps()]
-    assert counts == [8, 16, 20], "caches of a few chunks are one step"
-    assert set(looked) == set(used.tree.segments())
-
-
-def test_what_is_reordered_between_steps_is_checked_all_the_same(
-    used: PrefixStore, looked: list[StoredSegment]
-) -> None:
-    for step, _ in enumerate(used.check_steps()):
-        if step == 0:
+    """Also what is reordered between two steps."""
+    # That looks at all of them, after each offer.
+    monkeypatch.setattr(store_factory, "check_store", lambda store: None)
+    looked, counts = calls_of(monkeypatch, used.tree, "check"), list[int]()
+    for _ in used.check_steps():
+        counts.append(len(looked))
+        if len(counts) == 1 and reordered:
             for number in (0, 18):
                 select(used, prompt(number), 2, 5)
             reorder(used)
-    assert used.rewrites["segments"] == 2
-    assert set(looked) == set(used.tree.segments()) and len(looked) == len(used.tree)
+    assert counts == [8, 16, 20], "caches of a few chunks are one step"
+    assert {call.args[0] for call in looked} == set(used.tree.segments())
+    assert used.rewrites["segments"] == reordered
 
 
 def _wrong_heap(store: PrefixStore, _: StoredSegment) -> None:

@@ -177,24 +177,17 @@ def test_addresses_stay_until_they_are_read(steps: list[tuple[int, bool]], min_c
 CUDA = torch.device("cuda")
 
 
-class FakeEvent:
-    """After the work of a stream until now."""
-
-    passed = False
-
-    def query(self) -> bool:
-        return self.passed
-
-
 class FakeStream:
+    """Its events come after its work until now, and have not passed."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.events: list[FakeEvent] = []
-        self.awaited: list[FakeEvent] = []
+        self.events: list[mock.Mock] = []
+        self.awaited: list[mock.Mock] = []
         self.wait_event = self.awaited.append
 
-    def record_event(self) -> FakeEvent:
-        self.events.append(FakeEvent())
+    def record_event(self) -> mock.Mock:
+        self.events.append(mock.Mock(**{"query.return_value": False}))
         return self.events[-1]
 
 
@@ -242,10 +235,10 @@ def test_copies_wait_for_reads_and_readers_for_copies(streams: list[FakeStream])
 def test_nobody_waits_for_what_has_passed(streams: list[FakeStream]) -> None:
     (computing,), stream = streams, CopyStream(CUDA)
     stream.note_reading(Fence(CUDA))
-    computing.events[0].passed = True
+    computing.events[0].query.return_value = True
     with stream.after_reading():
         copying = streams[-1]
     assert not copying.awaited
-    copying.events[0].passed = True
+    copying.events[0].query.return_value = True
     stream.join()
     assert not computing.awaited

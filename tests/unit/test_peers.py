@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,11 +17,10 @@ from impress_sglang.storage import directory as directory_module
 from impress_sglang.storage.directory import MARKER, take_free
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.store import peers as peers_module
-from impress_sglang.store import quota as quota_module
-from impress_sglang.store import store as store_module
 from impress_sglang.store import unattached as places_module
 from impress_sglang.store.journal import encode
 from impress_sglang.store.miss_log import MissCause
+from impress_sglang.store.store import REST_SECONDS
 from impress_sglang.store.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit.kv_factory import IDENTITY, as_tokens, flip_byte
@@ -38,6 +39,7 @@ from tests.unit.store_factory import (
     purge,
     until,
 )
+from tests.unit.waiting import Clock
 
 
 @pytest.fixture(autouse=True)
@@ -156,13 +158,15 @@ def test_a_file_that_another_has_lost_is_a_miss(bench: Workbench, two: Two, dama
 def test_a_file_of_another_that_cannot_be_read_now_is_used_later(
     bench: Workbench, two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "REST_SECONDS", 0.2)
-    first, second = two
+    clock, (first, second) = Clock(), two
+    clock.now = time.monotonic()
+    monkeypatch.setattr(places_module, "time", SimpleNamespace(monotonic=clock))
     bench.put(first, prompt(1, 13))
     until_stored(second, prompt(1, 13))
     bench.put(second, prompt(1, 40))
     second.report(StoreUnavailable(name_of(second, prompt(1, 13)), "a test"))
     assert length(second, prompt(1, 40)) == 0 and second.health.state == "ok"
+    clock.now += REST_SECONDS
     until_stored(second, prompt(1, 40))
     check_rows(second, prompt(1, 40))
 
@@ -273,7 +277,7 @@ def test_the_quota_is_that_of_the_directory(bench: Workbench) -> None:
 def test_room_comes_from_folders_without_a_server(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quota_module, "_LOCKED_SECONDS", 0.0)
+    monkeypatch.setattr("impress_sglang.store.quota._LOCKED_SECONDS", 0.0)
     options = {"ssd_gb": gb(4 * bench.one)}
     first, second = bench.open(**options), bench.open(**options)
     bench.put_all(first, 1, 2)
