@@ -1,4 +1,4 @@
-"""`impress`, the command line: how commands end, exit statuses and errors."""
+"""The command line `impress`: exit statuses and errors of its commands."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ EXIT_STATUS = {
 
 
 class CommandError(Exception):
-    """A command, any function of it, cannot be carried out as it was given; says why."""
+    """A command cannot be carried out as given; the message says why."""
 
     status = REFUSED
 
 
 class Unreachable(Exception):
-    """There is no server or store that can carry the command out."""
+    """No server or store can carry out the command."""
 
     status = UNREACHABLE

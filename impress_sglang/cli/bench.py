@@ -1,7 +1,7 @@
-"""Measures whether the store pays on a machine: the same prefixes computed, stored and loaded.
+"""Measures whether the store pays on a machine: computes, stores and loads the same prefixes.
 
-All prefixes are in namespaces of their own, which are purged in the end, also if the command is
-interrupted. If it is killed, what is left stays stored for an hour.
+All prefixes are in namespaces made for the run, which are purged at the end, even if the command is
+interrupted. If it is killed, the prefixes stay stored for up to an hour.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _IDS = range(3, 256)
 _BLOCK_TOKENS = 64
 _COMPUTED, _STORED, _POOL, _LOADED = "computed", "computed, stored", "SGLang's pool", "loaded"
 _DECLINED, _MISSED = "computed anyway", "not found"
-# By the way in which they were answered: seconds until the first token, and reports.
+# By the way requests were answered: (seconds until the first token, report) of each.
 _Answers = dict[str, list[tuple[float, dict[str, Any]]]]
 
 
 def measure(
     server: Server, prefixes: int, tokens: int, clients: int, *, text: str | None, flush: bool
 ) -> dict[str, Any]:
-    """Measure a server with `prefixes` prefixes of `tokens` tokens, random ones or from a text.
+    """Measure a server with `prefixes` prefixes of `tokens` tokens, taken from `text` or random.
 
     Returns the rows of a table, and a conclusion.
     """
@@ -51,7 +51,7 @@ def measure(
     ways = (_COMPUTED, _STORED, _POOL, _LOADED, _DECLINED, _MISSED)
     answers: _Answers = {way: [] for way in ways}
     with _removing(server, salt):
-        # A server's first request may be slow for other reasons, so it is not counted.
+        # The first request may be slow for other reasons and does not count.
         _ask(server, parts[0], f"{salt}-first", store=False)
         for way, own_salt, store in (
             (_COMPUTED, f"{salt}-computed", False),
@@ -74,7 +74,7 @@ def measure(
 
 
 def _ask(server: Server, prefix: list[int], salt: str, *, store: bool) -> tuple[float, Any]:
-    """Send a prompt; returns the seconds until its first token, and its report."""
+    """Send a prompt; return the seconds until its first token, and its report."""
     custom: dict[str, Any] = {"impress_store": store}
     if store:
         custom["impress_ttl"] = LEFT_FOR_S
@@ -113,7 +113,10 @@ def _median(answers: Sequence[tuple[float, Any]]) -> float:
 def _row(
     way: str, answers: Sequence[tuple[float, dict[str, Any]]], computed: float, rate: int
 ) -> dict[str, Any]:
-    """`computed`: the median where all is computed; `rate`: tokens of all clients at a time."""
+    """Make a row of the table.
+
+    `computed`: median seconds of computed prefixes. `rate`: tokens that all clients have in flight.
+    """
     seconds, median = sorted(seconds for seconds, _ in answers), _median(answers)
     bits = [report["bits_mean"] for _, report in answers if report["bits_mean"]]
     late = seconds[min(len(seconds) * 95 // 100, len(seconds) - 1)]
@@ -146,14 +149,14 @@ def _conclusion(answers: _Answers, drive: int | None) -> str:
 
 
 def _way_of(report: dict[str, Any]) -> str:
-    """Where a request that was sent again found its prefix."""
+    """Return where a repeated request found its prefix."""
     missed = _DECLINED if report["decision"] == "recompute" else _MISSED
     return {"ssd": _LOADED, "device": _POOL}.get(report["path"], missed)
 
 
 @contextlib.contextmanager
 def _removing(server: Server, salt: str) -> Iterator[None]:
-    """In the end, purge all that was sent, and say so; SIGTERM is such an end as well."""
+    """Purge the prefixes at the end, also after SIGTERM, and print that."""
     with contextlib.ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
             before = signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -1,7 +1,7 @@
-"""A directory of stores that no server uses; each store is locked while it is used here.
+"""Commands on a directory of stores that no server uses; each store is locked meanwhile.
 
-What changes a store opens it as a server does, and the same code changes it. Limits that are set by
-a server's flags do not apply here: the next server removes what exceeds its quota.
+Commands that change a store open it as a server does, and use the same code. Limits that a server's
+flags set do not apply here: the next server removes segments beyond its quota.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredSegment
 
 FILES = FileSystem()
-# So long, because no request waits for the disk.
+# Long, because no request waits for the disk.
 PATIENCE_S = 3600.0
 _UNBOUNDED_GB = 1e9
-# Any shape does for a store by which no KVs are read or written.
+# Any shape will do, because no KVs are read or written.
 _SHAPE = KVShape(1, 1, 1, 4, 4, torch.float16, ())
 
 Row: TypeAlias = dict[str, Any]
@@ -50,7 +50,7 @@ Which: TypeAlias = Mapping[str, Any]
 
 
 def stat(root: Path) -> list[Row]:
-    """How much each store has."""
+    """Return the sizes of each store."""
     found = []
     for path in stores_in(root):
         with _locked(path):
@@ -63,7 +63,7 @@ def stat(root: Path) -> list[Row]:
 
 
 def ls(root: Path) -> list[Row]:
-    """All segments, store by store, the last used first."""
+    """List all segments, store by store, the most recently used first."""
     found = []
     for path in stores_in(root):
         with _locked(path):
@@ -86,7 +86,7 @@ def ls(root: Path) -> list[Row]:
 
 
 def verify(root: Path) -> list[Row]:
-    """Find damaged files: each is read as a whole, and nothing is changed."""
+    """Return damaged files. Reads every file completely, and changes none."""
     wrong = []
     for path in stores_in(root):
         with _locked(path):
@@ -100,7 +100,7 @@ def verify(root: Path) -> list[Row]:
 
 
 def clear(root: Path) -> list[Row]:
-    """Remove all stores; returns what was in them."""
+    """Remove all stores; return their sizes."""
     removed = stat(root)
     for path in stores_in(root):
         _remove(path)
@@ -108,9 +108,10 @@ def clear(root: Path) -> list[Row]:
 
 
 def gc(root: Path) -> list[Row]:
-    """Remove what cannot be used: as each start of a server does, and what it leaves.
+    """Remove files that cannot be used.
 
-    That is what is in quarantine, and stores of older formats as a whole.
+    These are the files that each start of a server removes, and two kinds that it keeps: files in
+    quarantine, and whole stores of older formats.
     """
     paths, rows = stores_in(root), []
     with contextlib.ExitStack() as stack:
@@ -133,7 +134,7 @@ def gc(root: Path) -> list[Row]:
 
 
 def order(root: Path, verb: str, which: Which) -> list[Row]:
-    """`pin`, `unpin` or `purge` prefixes in all stores that have them."""
+    """Run `pin`, `unpin` or `purge` in all stores that have the prefix."""
     with contextlib.ExitStack() as stack:
         found = dict[str, tuple[PrefixStore, Any]]()
         for path in stores_in(root):
@@ -156,7 +157,7 @@ def order(root: Path, verb: str, which: Which) -> list[Row]:
 
 
 def stores_in(root: Path) -> list[Path]:
-    """The folders of all stores, one for each model, below an `--impress-ssd-dir`."""
+    """Return the folders of all stores, one per model, in an `--impress-ssd-dir`."""
     root = root.expanduser()
     try:
         found = [root / name for name in FILES.list(root) if is_store(FILES, root / name)]
@@ -169,7 +170,7 @@ def stores_in(root: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[PrefixStore]:
-    """Open the store in a folder, and close it in the end."""
+    """Open the store in a folder, and close it at the end."""
     config = ImpressConfig(
         ssd_dir=str(path.parent),
         ssd_gb=_UNBOUNDED_GB,
@@ -189,7 +190,7 @@ def opened(path: Path) -> Iterator[PrefixStore]:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[StoreDirectory]:
-    """Keep servers from a store."""
+    """Lock a store, so that no server opens it."""
     try:
         with contextlib.closing(StoreDirectory(FILES, path.parent, path.name)) as directory:
             yield directory
@@ -204,14 +205,19 @@ def _in_use(path: Path) -> Unreachable:
 
 
 def check_file(path: Path) -> SegmentInfo:
-    """Read a segment file to its end, or raise `PrefixUnreadable`; returns what it is."""
+    """Read and verify a whole segment file.
+
+    Raises:
+        PrefixUnreadable: it is damaged.
+    """
     with contextlib.closing(OpenSegment(path, FILES, direct=False)) as segment:
         segment.check_all()
         return segment.info
 
 
 def place_of(store: PrefixStore, which: Which) -> tuple[str | None, Tokens | None] | None:
-    """The namespace's name and tokens that are meant, each None for all; None: not stored here."""
+    """Return the namespace's name and the tokens, each None for all; None if `which` names a
+    segment that is not stored here."""
     if "segment" in which:
         segment = store.tree.get(which["segment"])
         return None if segment is None else (segment.info.namespace, segment.prompt())
@@ -232,7 +238,7 @@ def place_of(store: PrefixStore, which: Which) -> tuple[str | None, Tokens | Non
 
 
 def namespace_in(which: Which) -> str:
-    """The namespace that `which` names, as plain text."""
+    """Return the namespace that `which` names, as plain text."""
     return namespace_text(*(which.get(name) or None for name in ("extra_key", "cache_salt")))
 
 
@@ -250,7 +256,7 @@ def _remove(path: Path) -> None:
 
 
 def _sizes(path: Path, *, all_files: bool = False) -> list[int]:
-    """Bytes of the files of segments, with `all_files` also of those in quarantine."""
+    """Return the bytes of each segment file; `all_files` includes files in quarantine."""
     files = (file for _, file, _ in segment_files(FILES, path))
     aside = quarantined_files(FILES, path) if all_files else ()
     return [FILES.stat(file).st_size for file in (*files, *aside)]

@@ -1,8 +1,8 @@
-"""Moves prefixes from one store to others: `impress export` and `impress import`.
+"""Copies prefixes from one store to others: `impress export` and `impress import`.
 
-What is exported is a folder: segment files as they are in the store, and `CONTENTS`, written last,
-which says what each of them builds on. They are imported as they are, but for the namespace, which
-each store names by a key of its own.
+The exported folder has segment files as they are in the store, and `CONTENTS`, written last, with
+the parent of each. They are imported unchanged, except for the namespace, which each store names by
+a key of its own.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from impress_sglang.store.unattached import UnattachedSegments
 
 CONTENTS = "contents.json"
 KIND = "impress-sglang prefixes"
-# Seconds; later ones are nonsense.
+# Latest plausible expiry, in seconds since the epoch.
 _LATEST = 1 << 40
 # Exceptions that malformed contents raise.
 _DAMAGE = (
@@ -61,10 +61,10 @@ _DAMAGE = (
 
 
 def export(root: Path, which: Which, path: Path, name: str | None) -> Row:
-    """Write what `which` names into a new folder; see `directory.place_of`.
+    """Write the prefixes that `which` names into a new folder; see `directory.place_of`.
 
-    Without a prefix that is the whole namespace; with one, what is stored of the prefix and what
-    that builds on. `name` names the store, if there are several.
+    Without a prefix, exports the whole namespace; with one, its segments and all that they build
+    on. `name`: the store, if there are several.
     """
     stores = {path.name: path for path in stores_in(root)}
     if name is None and len(stores) == 1:
@@ -88,10 +88,11 @@ def export(root: Path, which: Which, path: Path, name: str | None) -> Row:
 
 
 def import_(root: Path, which: Which, path: Path) -> Row:
-    """Store what was exported but is not stored here, without removing anything for it.
+    """Store exported segments that are not stored here, without evicting any other.
 
-    `which` names the namespace. If there is no store at all, one is made. What begins like a stored
-    segment, and goes on otherwise inside it, has no place: it and what builds on it are left out.
+    `which` names the namespace. If there is no store at all, one is made. A segment whose tokens
+    diverge inside a stored segment has no place in the tree: it and all that builds on it are left
+    out.
     """
     namespace, root = namespace_in(which), root.expanduser()
     told, exported = _read(path)
@@ -134,7 +135,7 @@ def import_(root: Path, which: Which, path: Path) -> Row:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], StoredTree]:
-    """The contents of a folder, and its segments, whole and each behind what it builds on."""
+    """Return the contents of a folder, and a tree of its segments, all of which are verified."""
     try:
         told = json.loads((path / CONTENTS).read_text(encoding="utf-8"))
         key, _ = told["key"], told["namespace"]
@@ -152,7 +153,7 @@ def _read(path: Path) -> tuple[dict[str, Any], StoredTree]:
             if type(info.expires) is not int or not 0 <= info.expires < _LATEST:
                 raise ValueError(f"segment {name} does not say when it expires")
             found.append(StoredSegment(info, info.layout().file_bytes))
-        # A folder of this name will be made.
+        # It becomes the name of a folder.
         if identity_in(found[0].info.identity) != found[0].info.identity:
             raise ValueError("it is of no model")
         tree = StoredTree()
@@ -164,14 +165,14 @@ def _read(path: Path) -> tuple[dict[str, Any], StoredTree]:
 
 
 def _write(path: Path, namespace: str, store: PrefixStore, chosen: list[StoredSegment]) -> int:
-    """Copy files of segments into a new folder, which is whole or not there; returns its bytes."""
+    """Copy segment files into a new folder, which appears in one step; return its bytes."""
     folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=path.name))
     numbers = {segment: number for number, segment in enumerate(chosen)}
-    # Who knows the namespace can recognise it.
+    # With the key, a reader that knows the namespace can recognise it.
     key = secrets.token_hex(16)
     try:
         for segment in chosen:
-            # Another server may have just removed one of its own.
+            # Another server may just have removed a segment of its own.
             source = store.segment_path(segment.segment_id, segment.home)
             check_file(source)
             shutil.copyfile(source, folder / source.name)
@@ -193,7 +194,7 @@ def _write(path: Path, namespace: str, store: PrefixStore, chosen: list[StoredSe
 
 
 def _copy(path: Path, store: PrefixStore, new: StoredSegment) -> None:
-    """Write the file of a segment anew, under its description in this store."""
+    """Write the file of a segment with the header that it has in this store."""
     target, layout = store.segment_path(new.segment_id), new.info.layout()
     FILES.make_directory(target.parent)
     with (
@@ -210,8 +211,8 @@ def _copy(path: Path, store: PrefixStore, new: StoredSegment) -> None:
 
 
 def _chosen(store: PrefixStore, which: Which) -> list[StoredSegment]:
-    """The segments of a prefix or a namespace, and all that they build on, the latter first."""
-    # If no namespace is named, that of requests without one is meant.
+    """Return the segments of a prefix or a namespace and all that they build on, parents first."""
+    # Without a namespace, take that of requests without one.
     place = place_of(store, {"extra_key": None, **which})
     if place is None:
         raise CommandError(f"there is no segment {which['segment']}")

@@ -24,7 +24,8 @@ from impress_sglang.config import BITS, BOTH, CODES, DEFAULT_SSD_DIR, USUAL_BITS
 
 URL = "http://127.0.0.1:30000"
 KEY_VARIABLE = "IMPRESS_KEY"
-# Which class SGLang's HiCache makes, and that it hands over where in its memory pages are.
+# The class that SGLang's HiCache instantiates; `interface_v1`: it passes the places of pages in
+# its host memory.
 HICACHE = {
     "backend_name": "impress",
     "module_path": "impress_sglang.hicache.plugin.backend",
@@ -151,12 +152,11 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str, tuple[Option, ...]]] = {
         ),
     ),
 }
-# Of these a command takes one; these commands need one.
+# Options of which a command takes one, and commands that need one.
 _WHICH, _ONE = ("--text", "--file", "--ids", "--segment"), ("why", "warm", "pin", "unpin")
 
 
 def parser() -> argparse.ArgumentParser:
-    """All commands and their options."""
     status = "; ".join(f"{code}: {meaning}" for code, meaning in EXIT_STATUS.items())
     top = argparse.ArgumentParser(
         "impress",
@@ -184,7 +184,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Carry a command out; returns the exit status."""
+    """Carry out a command; return the exit status."""
     args = parser().parse_args(arguments)
     try:
         found = _carry_out(args)
@@ -195,13 +195,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         as_json = args.json or args.command == "hicache-config"
         print(json.dumps(found, indent=2) if as_json else _as_text(found))
     except BrokenPipeError:
-        # As in `| head`, which stops reading.
+        # The reader has stopped, as in `| head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return DAMAGED if args.command == "verify" and found not in ([], {"integrity": "ok"}) else DONE
 
 
 def _carry_out(args: argparse.Namespace) -> Any:
-    # What imports torch is imported only for who needs it.
+    # Modules that import torch are imported by commands that need them.
     match args.command:
         case "plan":
             from impress_sglang.cli.plan import plan
@@ -269,12 +269,12 @@ def _prefix_of(args: argparse.Namespace) -> dict[str, Any]:
         except ValueError as error:
             problem = f"--ids must be numbers with commas between them: {error}"
             raise CommandError(problem) from error
-    # An age alone means all prefixes of that age.
+    # An age alone selects all prefixes of that age.
     return {**body, "all": True} if body.keys() == {"older_than"} else body
 
 
 def _listed(overview: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The segments that were used last, in the same rows as for a directory."""
+    """Return the most recently used segments, in the same rows as for a directory."""
     stats, found = overview["stats"], overview["segments"]
     count = (stats["store"] or {}).get("segments", 0)
     if count > len(found):
@@ -288,7 +288,7 @@ def _listed(overview: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _shown(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """The statistics that one looks at first."""
+    """Return the most important statistics."""
     store, totals = stats["store"] or {}, stats["totals"]
     names = ("segments", "used_bytes", "quota_bytes", "writes_pending", "bytes_written")
     return {

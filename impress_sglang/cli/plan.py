@@ -1,7 +1,6 @@
 """Computes how much storage and memory prefixes of a model take, and how long reading them takes.
 
-Computed from the layout of segment files, without what they hold beside KVs (tokens, checksums).
-This part of the command line needs the package's dependencies, torch among them.
+The sizes follow from the layout of segment files, without tokens and checksums.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _GB = 1e9
 
 
 def plan(args: Namespace) -> dict[str, Any]:
-    """Compute what prefixes of a model take, on all ranks together."""
+    """Compute the sizes and times, for all ranks together."""
     prefixes, tokens, per_second = args.prefixes, args.tokens, args.drive_gbps * _GB
     positive = min(prefixes, tokens) >= 1 and args.per_day >= 0 and per_second > 0
     if not positive or args.bits not in BITS:
@@ -60,7 +59,7 @@ def plan(args: Namespace) -> dict[str, Any]:
 
 
 def shape_of(config: Mapping[str, Any], bits: float) -> KVShape:
-    """The shape of a model's KVs, in codes of so many bits, on one rank that has all heads."""
+    """Return the shape of a model's KVs, in codes of `bits`, on one rank that has all heads."""
     config = config.get("text_config") or config
     if config.get("kv_lora_rank"):
         raise CommandError("the model compresses its KVs (MLA), of which no sizes are known here")

@@ -1,4 +1,4 @@
-"""A running server, over HTTP."""
+"""Client of a running server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Server:
     """Calls the routes of a server, with its key if it has one."""
 
     def __init__(self, url: str, key: str | None = None, api_key: str | None = None) -> None:
-        """`key`: for orders; `api_key`: for requests, if they need a different key."""
+        """`key`: for admin requests; `api_key`: for other requests, if it differs."""
         self._url = url.rstrip("/")
         self._key = key
         self._api_key = api_key or key
@@ -35,7 +35,7 @@ class Server:
         return self._ask("POST", f"/impress/{verb}", self._key, prefix)
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Send a request to SGLang's `/generate`; returns its `meta_info["impress"]`."""
+        """Send a request to SGLang's `/generate`; return its `meta_info["impress"]`."""
         answer = self._ask("POST", "/generate", self._api_key, body)
         try:
             report: dict[str, Any] = answer["meta_info"]["impress"]
@@ -44,7 +44,7 @@ class Server:
         return report
 
     def tokenize(self, text: str) -> list[int]:
-        """The tokens of a text, in the server's vocabulary."""
+        """Tokenize a text with the server's tokenizer, without special tokens."""
         body = {"prompt": text, "add_special_tokens": False}
         return self._ask("POST", "/tokenize", self._api_key, body)["tokens"]
 
