@@ -28,7 +28,7 @@ REORDER_KEYS = ("selected", "importance")
 IO_ENGINES = ("auto", "aio", "threads")
 LOADS = ("faster", "always")
 # The value of --impress-retention, --impress-bits and --impress-blend that leaves the choice to the
-# server, and the least that it chooses.
+# server. It chooses at least `AUTO_FLOOR` (retention) and `AUTO_SHARE` (of a blend).
 AUTO = "auto"
 # The value of --impress-bits if none is given: `USUAL_BITS`, or `EXACTLY` where KVs are not coded.
 USUAL = "usual"
@@ -117,9 +117,9 @@ def _option(default: Any, rule: OptionRule, help: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImpressConfig:
-    """All options of the extension: default, which values are right, and meaning of each.
+    """All options of the extension, with their defaults, valid values and meanings.
 
-    Flags, and the table in docs/options.md, are made from it.
+    Flags and the table in docs/options.md are generated from it.
     """
 
     # fmt: off
@@ -358,7 +358,7 @@ class ImpressConfig:
 def share_of_rank(config: ImpressConfig, size: int, copies: int = 1) -> ImpressConfig:
     """Return the options of one of `size` ranks of a model, which share the host's disk and memory.
 
-    `copies` of them share one store.
+    `copies`: number of ranks that share one store.
     """
     parts = dict.fromkeys(
         ("ssd_gb", "namespace_gb", "write_gb_per_day", "store_gb"), size // copies
@@ -406,7 +406,7 @@ class Option:
         return "--impress-" + self.field.replace("_", "-")
 
 
-# By the type of a field: its parser, and the types of its values.
+# Parser and types of values, by the type of a field.
 _READ: dict[str, tuple[Callable[[str], Any], tuple[type, ...]]] = {
     "str": (str, (str,)),
     "float": (float, (float, int)),

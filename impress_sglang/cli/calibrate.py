@@ -1,7 +1,7 @@
-"""Fits a basis to a model, by KVs and gradients of diverse texts. Needs transformers, no server.
+"""Fits a basis to a model, with KVs and gradients of diverse texts. Needs transformers, no server.
 
-Each text is cut into two prompts. The basis is fitted to all; what is said of its quality is that
-of a basis that was fitted to the first prompts and is judged on the second ones.
+Each text is cut into two prompts. The basis is fitted to both; its reported quality is that of a
+basis fitted to the first prompts and evaluated on the second ones.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ from impress_sglang.codes.rows.coder import encode_layer, kvs_of
 from impress_sglang.codes.rows.fit import SINK_TOKENS, Fit, Moments
 from impress_sglang.store.identity import weights_digest
 
-# Of a prompt, so much is followed by the rest, by whose predictions errors are judged.
+# Share of a prompt, its last part, on whose predictions errors are evaluated.
 _JUDGED_SHARE = 0.25
 _LEAST_TOKENS = 64
 _SEED = 1
-# Gradients of a prompt: each is of other tokens that the model draws.
+# Gradients per prompt, each for other tokens that the model samples.
 _DRAWS = 4
-# Keys of one token in the first layer differ by less, as a share of the largest, once turned back.
+# Largest difference between keys of equal tokens in the first layer, rotated back, as a share of
+# the largest key.
 _TURNED_ERROR = 1e-2
 _BITS = 16
-# Of each layer keys, turned back to position 0, and values: [t, G, D].
+# Keys, rotated back to position 0, and values of each layer, both [t, G, D].
 KVs = list[tuple[Tensor, Tensor]]
 
 
 def calibrate(
     model: Path, out: Path, texts: Sequence[Path], tokens: int, tp_sizes: Sequence[int] = (1,)
 ) -> dict[str, Any]:
-    """Fit bases to the model in a folder of Hugging Face's kind, and write them to `out`.
+    """Fit bases to the model in a Hugging Face folder, and write them to `out`.
 
-    `texts` are files, each of one kind of text; without any, those of the package. At most `tokens`
-    of each are read. Each of `tp_sizes` ranks has a basis of its own heads.
+    `texts`: files, one per kind of text; those of the package if empty. At most `tokens` tokens of
+    each are read. For each of `tp_sizes`, every rank gets a basis for its heads.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -76,13 +77,13 @@ def calibrate(
 def calibrated(
     prompts: Prompts, ids: Mapping[str, Sequence[int]], tp_sizes: Sequence[int] = (1,)
 ) -> list[list[Basis]]:
-    """Fit bases of all `RATES` by tokens of each kind of text: for each size, of each rank."""
+    """Fit bases with all `RATES` to the tokens of each kind of text; a list of ranks per size."""
     short = [kind for kind, tokens in ids.items() if len(tokens) < 2 * _LEAST_TOKENS]
     if short:
         raise CommandError(f"texts with fewer than {2 * _LEAST_TOKENS} tokens: {', '.join(short)}")
     heads = prompts.num_kv_heads
     for size in tp_sizes:
-        # More ranks have some heads in common.
+        # If there are more ranks than heads, several ranks have the same head.
         if size < 1 or max(size, heads) % min(size, heads):
             raise CommandError(f"{size} ranks cannot share {heads} KV heads")
     first = {kind: tokens[: len(tokens) // 2] for kind, tokens in ids.items()}
@@ -91,7 +92,7 @@ def calibrated(
     sample.read(first)
     features = sum(heads * dim for heads, dim in sample.moments.shapes)
     if sample.moments.count < features:
-        # All else of what is to come would be unlike these.
+        # With fewer, other text would be too unlike these tokens.
         raise CommandError(
             f"a basis for this model needs texts with more than {2 * features} tokens in all: "
             "give more of them, or raise --tokens"
@@ -118,7 +119,7 @@ def calibrated(
 
 
 def _told(bases: Sequence[Basis]) -> dict[str, Any]:
-    """What is said of the bases of all ranks, for each rate."""
+    """Return the reported figures of the bases of all ranks, for each rate."""
     features = sum(heads * dim for basis in bases for heads, dim in basis.shapes)
     exact, found = features * bases[0].num_layers * _BITS / 8, {}
     for keeps in RATES:
@@ -135,17 +136,17 @@ def _told(bases: Sequence[Basis]) -> dict[str, Any]:
 
 
 class _Sample:
-    """KVs of prompts and gradients by them, and what bases they give.
+    """Collects KVs of prompts and gradients with respect to them, and fits bases.
 
-    Errors are weighed by Fisher's information: mean products of gradients by each head's keys and
-    values. A few tokens of a few prompts have by far the largest gradients. So each prompt counts
-    alike, whatever its size: the geometric mean over streams.
+    Errors are weighted by Fisher's information: mean products of the gradients of each head's keys
+    and values. A few tokens of a few prompts have by far the largest gradients, so each prompt is
+    scaled by the geometric mean, over layers and streams, of its products.
     """
 
     def __init__(self, prompts: Prompts) -> None:
         self._prompts = prompts
         self.moments = Moments()
-        # Of each layer and stream float64 [G, D, D]; their common scale means nothing.
+        # By layer and stream, float64 [G, D, D]; their common scale has no meaning.
         self._metric: list[list[Tensor]] = []
 
     def read(self, ids: Mapping[str, Sequence[int]]) -> None:
@@ -164,7 +165,7 @@ class _Sample:
                     to += matrix / size
 
     def bases(self, sizes: Sequence[int], model: str = "") -> dict[int, list[Basis]]:
-        """For each size a basis for each of so many ranks, all as good as that for all heads."""
+        """Fit a basis for each rank of each size, all as good as the basis for all heads."""
         metric, heads = self._metric, self.moments.shapes[0][0]
         whole = Fit(self.moments, metric)
         least, found = whole.thresholds(RATES), dict[int, list[Basis]]()
@@ -179,10 +180,14 @@ class _Sample:
 
 
 class Prompts:
-    """What a transformers model computes of prompts, in float32."""
+    """Computes KVs, gradients and predictions of prompts with a transformers model, in float32."""
 
     def __init__(self, model: Any) -> None:
-        """Take a causal model; `CommandError`, if it has no rotary embeddings."""
+        """Use a causal model.
+
+        Raises:
+            CommandError: it has no rotary embeddings.
+        """
         self._model = model
         self._generator = torch.Generator(model.device).manual_seed(_SEED)
         found = [module for name, module in model.named_modules() if name.endswith("rotary_emb")]
@@ -199,7 +204,7 @@ class Prompts:
         self._rotation = KeyRotation(table, halves=True)
 
     def name(self) -> str:
-        """The model: its class and a digest of its weights."""
+        """Return the model's class and a digest of its weights."""
         weights = weights_digest(self._model.named_parameters())
         return f"{type(self._model).__name__} {weights[:16]}"
 
@@ -209,10 +214,10 @@ class Prompts:
         return self._prefix([0])[0][0].shape[1]
 
     def gradients(self, ids: Sequence[int]) -> tuple[KVs, list[KVs]]:
-        """KVs of a prompt [t, G, D], and gradients by those that come before its last part.
+        """Return KVs of a prompt, and gradients with respect to those before its last part.
 
-        They are of the log-probability of tokens that the model itself draws in that part; there
-        are several draws.
+        KVs are [t, G, D]. Each of several gradients is that of the log-probability of tokens that
+        the model samples in the last part.
         """
         held = _held(ids)
         keys, values = self._prefix(ids[:held])
@@ -233,9 +238,9 @@ class Prompts:
 
     @torch.no_grad()
     def divergence(self, ids: Sequence[int], bases: Sequence[Basis]) -> float:
-        """The mean KL of predictions in the last part of a prompt if what is before it is coded.
+        """Return the mean KL of predictions in the last part of a prompt after coded KVs.
 
-        `bases`: of all ranks, in their order.
+        `bases`: of all ranks, in order.
         """
         held = _held(ids)
         keys, values = self._prefix(ids[:held])
@@ -264,7 +269,7 @@ class Prompts:
     def _follow(
         self, keys: Sequence[Tensor], values: Sequence[Tensor], ids: Sequence[int]
     ) -> tuple[Tensor, Any]:
-        """Logits float32 [n, vocabulary] of tokens behind KVs [1, G, t, D], and the cache then."""
+        """Compute tokens after KVs [1, G, t, D]: logits, float32 [n, vocabulary], and the cache."""
         from transformers import DynamicCache
 
         cache = DynamicCache()
@@ -276,7 +281,10 @@ class Prompts:
         return torch.tensor([list(ids)], device=self._model.device)
 
     def _unturned(self, layers: Any, ids: Sequence[int] | None = None) -> KVs:
-        """Of keys, or gradients by them, and values [1, G, t, D]; with `ids`, also check it."""
+        """Rotate keys, or their gradients, of layers [1, G, t, D] back to position 0.
+
+        Returns them and the values as [t, G, D]. `ids`: check that keys of equal ids are equal.
+        """
         found = [
             (self.turned(k[0].transpose(0, 1), back=True), v[0].transpose(0, 1)) for k, v in layers
         ]
@@ -288,17 +296,17 @@ class Prompts:
         return found
 
     def turned(self, keys: Tensor, *, back: bool) -> Tensor:
-        """Keys [t, G, D] of tokens 0, 1, ... turned back to position 0, or from there."""
+        """Rotate keys [t, G, D] of tokens 0, 1, ... back to position 0, or from there."""
         place, none = torch.arange(len(keys)), torch.zeros(len(keys), dtype=torch.int64)
         turns = self._rotation.turns(*((place, none) if back else (none, place)))
         return self._rotation.move(keys, turns)
 
 
 def coded_kvs(basis: Basis, layers: KVs) -> KVs:
-    """What KVs of a prompt are restored to, where they are; its first tokens are exact."""
+    """Code KVs of a prompt and restore them, on their device; its first tokens stay exact."""
     below, found = None, []
     for layer, exact in enumerate(layers):
-        # The coder's loops are for a CPU.
+        # The coder's loops need a CPU.
         _, below = encode_layer(basis, layer, below, [x.cpu() for x in exact])
         keys, values = (
             torch.cat([x[:SINK_TOKENS], coded[SINK_TOKENS:].to(x.device)])
@@ -309,18 +317,18 @@ def coded_kvs(basis: Basis, layers: KVs) -> KVs:
 
 
 def _products(draws: Sequence[Tensor]) -> Tensor:
-    """Sums over tokens, but for the first of each, of products in each head: float64 [G, D, D]."""
+    """Return sums over tokens, without sinks, of products in each head: float64 [G, D, D]."""
     heads = torch.cat([draw[SINK_TOKENS:] for draw in draws]).transpose(0, 1)
     return (heads.mT @ heads).double()
 
 
 def _held(ids: Sequence[int]) -> int:
-    """How many tokens of a prompt come before those by which errors are judged."""
+    """Return the number of tokens before the last part of a prompt."""
     return len(ids) - int(len(ids) * _JUDGED_SHARE)
 
 
 def _read(texts: Sequence[Path]) -> dict[str, str]:
-    """Texts by their kinds, the stems of their names."""
+    """Return texts by kind, which is the stem of the file's name."""
     found: dict[str, str] = {}
     folder = resources.files("impress_sglang.codes.rows") / "texts"
     bundled: Iterable[Any] = (path for path in folder.iterdir() if path.name.endswith(".txt"))

@@ -11,8 +11,10 @@ from torch import Tensor
 
 
 class EncodedLayer(NamedTuple):
-    """A layer in codes: `groups` uint8 [groups, group_bytes]; with a basis rows of tokens,
-    and `fit` is their `codes.rows.coder.misfit_of`."""
+    """A layer in codes: `groups`, uint8 [groups, group_bytes].
+
+    With a basis, `groups` are rows of tokens, and `fit` is their `codes.rows.coder.misfit_of`.
+    """
 
     groups: Tensor
     fit: float = 0.0

@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RotationFactors:
-    """Factors that rotate keys of n tokens: float32 [n, 1, rotated dimensions / 2]."""
+    """Factors that rotate keys of n tokens, float32 [n, 1, rotated dimensions / 2]."""
 
     cos: Tensor
     sin: Tensor
@@ -34,14 +34,14 @@ class KeyRotation:
         """
         self._table = table
         self.halves = halves
-        """Whether a rotated element is paired with one of the other half of rotated elements."""
+        """Whether an element is paired with one of the other half of the rotated elements."""
 
     def prepare(self, positions: int) -> None:
         """Extend the table to `positions`, so that other threads need not extend it."""
         self._table(positions)
 
     def turns(self, old: Tensor, new: Tensor) -> RotationFactors:
-        """Return the turns that move keys from positions `old` to `new`, int64 [n] on the CPU."""
+        """Return factors that move keys from positions `old` to `new`, int64 [n] on the CPU."""
         table = self._table(int(torch.maximum(old, new).max()) + 1)
         old_cos, old_sin = self._rows(table, old)
         cos, sin = self._rows(table, new)

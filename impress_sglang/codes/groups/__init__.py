@@ -1,1 +1,1 @@
-"""KVs in a few bits without a basis: coded in groups of tokens, and restored into slots."""
+"""KVs in few bits without a basis: coded in groups of tokens, and restored into slots."""

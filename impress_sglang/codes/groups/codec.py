@@ -1,19 +1,19 @@
 """Codes of keys and values without a basis: every element is rounded once, between two bounds.
 
 Keys have a range per channel and group of `GROUP_TOKENS` tokens, because a few channels are far
-larger than the others; values one per token and head (KIVI, https://arxiv.org/abs/2402.02750).
-Groups are short, since one range for a whole segment costs several times the error.
+larger than the others; values have one per token and head (KIVI, https://arxiv.org/abs/2402.02750).
+Groups are short, because one range for a whole segment has several times the error.
 
-A code has `CODE_BITS` bits, of which the upper ones are kept, and stands for the middle of the
-values that share these. Of values all have as many, the *rate*. Of keys it is the rate on average:
-each channel has the upper `LEAST_BITS`, and some *pairs* of bits more. In a logit an error of a key
-is multiplied by the query, so its square counts in proportion to
+A code has `CODE_BITS` bits. Its upper bits are kept, and stand for the middle of the values that
+share them. Every value keeps the same number of bits, the *rate*. Keys keep the rate on average:
+each channel keeps the upper `LEAST_BITS`, and some *pairs* of further bits. In a logit the error of
+a key is multiplied by the query, so its square counts in proportion to
 
     step of the channel^2 x mean square of the queries in this channel,
 
-and halves twice with each bit. The pairs of a group with the largest gain are kept, of whatever
-head (reverse water-filling, Cover and Thomas, Elements of Information Theory, 10.3.3): so a head
-whose ranges are wide, as large biases of keys make them, gets more bits than others.
+and is quartered by each bit. The pairs of a group with the largest gain are kept, whatever their
+head (reverse water-filling, Cover and Thomas, Elements of Information Theory, 10.3.3). So a head
+with wide ranges, which large biases of keys cause, gets more bits than others.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from impress_sglang.errors import NotCodable
 
 GROUP_TOKENS = 64
 CODE_BITS = 8
-# Bits that are kept of every element.
+# Bits kept of every element.
 LEAST_BITS = 4
-# Bits of a channel of keys that are kept or dropped together.
+# Bits of a channel of keys that are kept or dropped together, a pair.
 PAIR_BITS = 2
 # Dimensions are multiples of this.
 DIM_GRAIN = 8
@@ -42,9 +42,9 @@ _LOWER_BITS = CODE_BITS - LEAST_BITS
 
 @dataclasses.dataclass(frozen=True)
 class GroupLayout:
-    """Sizes and places, in bytes, of the parts of a group, which are packed as by `pack`.
+    """Sizes and offsets, in bytes, of the parts of a group, which `pack` packs.
 
-    With T = GROUP_TOKENS, P pairs of keys, and w = rate - 4 bits more of each value, a group has
+    With T = GROUP_TOKENS, P pairs of keys, and w = rate - 4 further bits of each value, a group has
 
         ranges of keys [G, 2, Dk] and of values [T, G, 2], float16 (low, step)
         the number of pairs of each channel of keys [G, Dk]
@@ -64,17 +64,17 @@ class GroupLayout:
 
     @functools.cached_property
     def num_pairs(self) -> int:
-        """Pairs of keys, of all heads."""
+        """Number of pairs of keys, in all heads."""
         return _num_pairs(self.num_heads * self.key_dim, self.rate)
 
     @property
     def more_bits(self) -> int:
-        """Bits of each value behind its upper ones."""
+        """Bits of each value after the upper `LEAST_BITS`."""
         return self.rate - LEAST_BITS
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Of the parts, in their order."""
+        """Sizes of the parts, in order."""
         heads, rows = self.num_heads, GROUP_TOKENS // CODE_BITS
         return (
             4 * heads * self.key_dim,
@@ -88,21 +88,20 @@ class GroupLayout:
 
     @functools.cached_property
     def places(self) -> tuple[int, ...]:
-        """Where the parts begin, and where the last one ends."""
+        """Offsets of the parts, and the end of the last one."""
         return tuple(itertools.accumulate(self.sizes, initial=0))
 
     @property
     def group_bytes(self) -> int:
-        """Bytes of a group."""
         return self.places[-1]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Codes:
-    """Codes of one tensor, their ranges, and how many of their upper bits are kept.
+    """Codes of one tensor, their ranges, and the number of upper bits that are kept.
 
-    codes uint8 [t, G, D]; low and step float16, and bits uint8, [groups, G, D] for keys. For values
-    low and step are [t, G], and bits [].
+    `codes`: uint8 [t, G, D]. `low` and `step`: float16, [groups, G, D] for keys, [t, G] for values.
+    `bits`: uint8, [groups, G, D] for keys, [] for values.
     """
 
     codes: Tensor
@@ -112,10 +111,13 @@ class Codes:
 
 
 def code_keys(keys: Tensor, rate: int, energy: Tensor | None = None) -> Codes:
-    """Code keys [t, G, D] of any floating dtype; `NotCodable` if no range holds them.
+    """Code keys [t, G, D] of any floating dtype.
 
-    `energy` float32 [G, D] is the mean square of the queries in each channel of a KV head; None:
-    the same in all.
+    `energy`: mean square of the queries in each channel of a KV head, float32 [G, D]; None if all
+    channels count equally.
+
+    Raises:
+        NotCodable: keys exceed the range of half precision.
     """
     num_tokens = len(keys)
     rest = -num_tokens % GROUP_TOKENS
@@ -130,7 +132,7 @@ def code_keys(keys: Tensor, rate: int, energy: Tensor | None = None) -> Codes:
 
 
 def code_values(values: Tensor, rate: int) -> Codes:
-    """Code values [t, G, D] of any floating dtype; `NotCodable` if no range holds them."""
+    """Code values [t, G, D] of any floating dtype; raises as `code_keys` does."""
     exact = values.float()
     low, step = _range(exact.amin(-1), exact.amax(-1))
     codes = _code(exact, low[..., None], step[..., None])
@@ -138,13 +140,13 @@ def code_values(values: Tensor, rate: int) -> Codes:
 
 
 def pairs_of(weight: Tensor, rate: int) -> Tensor:
-    """How many pairs of bits are kept of each channel, uint8 [groups, G, D]: those that gain most.
+    """Return the number of pairs kept of each channel, uint8 [groups, G, D]: those that gain most.
 
-    The squared error of a channel counts in proportion to `weight` float32 [groups, G, D].
+    The squared error of a channel counts in proportion to `weight`, float32 [groups, G, D].
     """
     flat = weight.flatten(1)
-    # A pair takes the error of a channel to a quarter, and its square to a sixteenth. Of equal
-    # gains upper pairs come first, and then lower channels.
+    # A pair reduces the error of a channel to a quarter, and its square to a sixteenth. Among equal
+    # gains, upper pairs come first, then lower channels.
     gains = torch.cat([flat, flat / 4**PAIR_BITS], 1)
     order = gains.sort(dim=1, stable=True, descending=True).indices
     kept = order[:, : _num_pairs(flat.shape[1], rate)] % flat.shape[1]
@@ -158,10 +160,10 @@ def _num_pairs(channels: int, rate: int) -> int:
 
 
 def pack(parts: Tensor, width: int) -> Tensor:
-    """Pack parts of `width` bits of a group's codes, uint8 [..., GROUP_TOKENS, n], into bytes.
+    """Pack `width` bits of each code of a group, uint8 [..., GROUP_TOKENS, n], into bytes.
 
-    Returns uint8 [..., rows, n], of which row r has the tokens r, r + rows, r + 2 x rows, ..., the
-    first in its lowest bits: so loops and kernels treat neighbouring channels alike.
+    Returns uint8 [..., rows, n]. Row r has the tokens r, r + rows, r + 2 x rows, ..., the first in
+    its lowest bits, so that loops and kernels treat neighbouring channels in the same way.
     """
     rows = parts.unflatten(-2, (8 // width, -1))
     packed = rows[..., 0, :, :].clone()
@@ -171,7 +173,7 @@ def pack(parts: Tensor, width: int) -> Tensor:
 
 
 def _range(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Lower bound and step in half precision, so that the codes reach from `low` to `high`."""
+    """Return the lower bound and step in half precision; codes cover `low` to `high`."""
     rounded = low.half()
     # Half precision may round the bound up, and the step down.
     rounded = torch.where(rounded.float() > low, _next(rounded, -1), rounded)
@@ -188,7 +190,7 @@ def _next(halves: Tensor, direction: int) -> Tensor:
 
 
 def _code(exact: Tensor, low: Tensor, step: Tensor) -> Tensor:
-    # A range of one value has no step, and code 0.
+    # A range of one value has step 0, and its codes are 0.
     scaled = (exact - low.float()) / step.float().clamp_min(torch.finfo(torch.float32).tiny)
     return scaled.round_().clamp_(0, _TOP).to(torch.uint8)
 
@@ -196,15 +198,15 @@ def _code(exact: Tensor, low: Tensor, step: Tensor) -> Tensor:
 def encode_layer(
     layout: GroupLayout, keys: Tensor, values: Tensor, energy: Tensor | None = None
 ) -> Tensor:
-    """Code keys [t, G, Dk] and values [t, G, Dv]: uint8 [groups, group_bytes].
+    """Code keys [t, G, Dk] and values [t, G, Dv] as uint8 [groups, group_bytes].
 
-    For `energy` float32 [G, Dk], and errors, see `code_keys`.
+    `energy`, float32 [G, Dk], and exceptions are those of `code_keys`.
     """
     key, value = code_keys(keys, layout.rate, energy), code_values(values, layout.rate)
     more_bits = layout.more_bits
     of_keys, of_values = _in_groups(key.codes), _in_groups(value.codes)
     pairs = (key.bits - LEAST_BITS) // PAIR_BITS
-    # Those of values behind the upper ones.
+    # Bits of values after the upper ones.
     more = of_values >> (_LOWER_BITS - more_bits) & (2**more_bits - 1)
     parts = (
         torch.stack([key.low, key.step], 2),
@@ -219,8 +221,10 @@ def encode_layer(
 
 
 def _pairs(codes: Tensor, pairs: Tensor) -> Tensor:
-    """The pairs that are kept of codes uint8 [groups, T, n], of which `pairs` [groups, n] are:
-    uint8 [groups, T, P]."""
+    """Return the kept pairs, uint8 [groups, T, P], of codes uint8 [groups, T, n].
+
+    `pairs`: number of pairs kept of each channel, [groups, n].
+    """
     kept = torch.stack([pairs > 0, pairs > 1], 2).flatten(1)
     places = kept.nonzero()[:, 1].view(len(codes), 1, -1)
     both = torch.stack([codes >> PAIR_BITS & 3, codes & 3], 3).flatten(2)
@@ -228,6 +232,6 @@ def _pairs(codes: Tensor, pairs: Tensor) -> Tensor:
 
 
 def _in_groups(rows: Tensor) -> Tensor:
-    """Rows [t, ...] in whole groups, zeros behind them: [groups, GROUP_TOKENS, ...]."""
+    """Pad rows [t, ...] with zeros to whole groups, [groups, GROUP_TOKENS, ...]."""
     padding = [0, 0] * (rows.ndim - 1) + [0, -len(rows) % GROUP_TOKENS]
     return torch.nn.functional.pad(rows, padding).unflatten(0, (-1, GROUP_TOKENS))

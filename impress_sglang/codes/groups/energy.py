@@ -1,9 +1,9 @@
-"""Which channels of keys queries look at: by this the codec gives bits, see `codec`.
+"""Measures the energy of queries in each channel of keys, by which `codec` distributes bits.
 
-The *energy* of a channel is the mean square of the queries in it, of the last tokens of a prompt.
-It depends more on the model than on the text: where no queries are known, what was measured last
-is used, by this process or by an earlier one that left it in the store. So it is measured with the
-first prompts, and then now and then. Where nothing was measured, all channels count alike.
+The *energy* of a channel is the mean square of the queries of the last tokens of a prompt in it. It
+depends more on the model than on the text. So it is measured with the first prompts and then
+periodically, and other prompts use the latest measurement, of this process or of an earlier one
+that left it in the store. Before any measurement, all channels count equally.
 """
 
 from __future__ import annotations
@@ -18,37 +18,36 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-# So many prompts are measured, and then one of so many.
+# Measure the first `FIRST_PROMPTS` prompts, then one in `ONE_OF_PROMPTS`.
 FIRST_PROMPTS = 8
 ONE_OF_PROMPTS = 16
-# How many queries, of the last tokens of a prompt, are noted for this.
+# Number of queries sampled, those of the last tokens of a prompt.
 MEASURED_QUERIES = 16
 
-
-# Returns the last queries of a prompt in a layer, [n, Hq, Dk] on the CPU; None: they are not known.
+# Returns the last queries of a prompt in a layer, [n, Hq, Dk] on the CPU, or None if not sampled.
 QuerySource = Callable[[int], Tensor | None]
 
 
 def no_queries(layer: int) -> None:
-    """A `QuerySource` that knows no queries."""
+    """A `QuerySource` of prompts whose queries were not sampled."""
 
 
 class QueryMeter:
-    """Measures on the writing thread what queries look at."""
+    """Keeps the latest energy of each layer. Thread: writer, except `wants` and `has_news`."""
 
     def __init__(self) -> None:
         self._energies: dict[int, Tensor] = {}
         self._prompts = 0
         self.has_news = False
-        """Whether something was measured since the last `dump`."""
+        """Whether any energy was measured since the last `dump`."""
 
     def wants(self) -> bool:
-        """Whether another prompt that will be stored should be measured; each one is counted."""
+        """Count a prompt that will be stored, and return whether to measure it."""
         self._prompts += 1
         return self._prompts <= FIRST_PROMPTS or self._prompts % ONE_OF_PROMPTS == 0
 
     def dump(self) -> bytes:
-        """What was measured, for `restore`; on the writing thread."""
+        """Serialise all energies, for `restore`."""
         self.has_news = False
         arrays = {f"energy.{layer}": energy.numpy() for layer, energy in self._energies.items()}
         content = io.BytesIO()
@@ -56,7 +55,7 @@ class QueryMeter:
         return content.getvalue()
 
     def restore(self, content: bytes) -> None:
-        """Begin with what another process has measured; ignore what is damaged."""
+        """Start with the energies of another process; damaged content is ignored."""
         try:
             with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
                 restored = {name: arrays[name] for name in arrays.files}
@@ -72,7 +71,7 @@ class QueryMeter:
     def energy(
         self, layer: int, shape: torch.Size, queries: QuerySource = no_queries
     ) -> Tensor | None:
-        """The energy by which a layer is coded, float32 of this shape [G, Dk]; None: not known."""
+        """Return the energy for coding a layer, float32 of `shape` [G, Dk], or None if unknown."""
         if (given := queries(layer)) is not None:
             self._energies[layer] = energy_of(given, shape[0])
             self.has_news = True
@@ -81,5 +80,5 @@ class QueryMeter:
 
 
 def energy_of(queries: Tensor, num_kv_heads: int) -> Tensor:
-    """The mean square of queries [n, Hq, Dk] of each KV head in each channel, float32 [G, Dk]."""
+    """Return the mean square of queries [n, Hq, Dk] by KV head and channel, float32 [G, Dk]."""
     return queries.float().square().unflatten(1, (num_kv_heads, -1)).mean((0, 2))

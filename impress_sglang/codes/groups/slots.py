@@ -1,4 +1,4 @@
-"""Codes in slots of a pool on the CPU; `triton.groups` does the same on a device."""
+"""Restores codes into slots of a pool on the CPU, as `triton.groups` does on a device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from impress_sglang.loops import groups as loops
 def restore(
     layout: GroupLayout, groups: Tensor, start: int, slots: Tensor, keys: Tensor, values: Tensor
 ) -> None:
-    """Fill slots with what codes stand for; see `triton.groups.restore`."""
+    """Restore codes into slots; see `triton.groups.restore`."""
     groups = groups.contiguous()
     _, _, pairs, upper_keys, columns, upper_values, more, _ = layout.places
     ranges = groups[:, :pairs].view(torch.float16).float().contiguous().numpy()

@@ -1,8 +1,8 @@
-"""What a model's KVs are coded with: means, predictions and transforms of all layers; and its file.
+"""The basis of a model's KVs: means, predictions and transforms of all layers; and its file.
 
-A file is a safetensors file. Its metadata hold everything but arrays, with a digest of their own.
-It has two rates, of the same arrays: components that get no bits at the lower one are its last.
-Ranks with heads of their own have a basis each, in a file each.
+The file is a safetensors file. Its metadata hold everything but arrays, with a digest of their own.
+It has two rates with the same arrays: components without bits at the lower rate are the last ones.
+Ranks with different heads have a basis each, in separate files.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from impress_sglang.codes.rows.row import RowLayout
 from impress_sglang.errors import BasisUnreadable
 
 _KIND = "impress-sglang basis 2"
-# Mean bits per feature, by the bits that codes without a basis need to be no better
+# Mean bits per feature, by the bits at which codes without a basis are no more accurate
 # (docs/results.md, "By a basis").
 RATES = {5.0: 3.0, 6.0: 4.0}
-# Which of how many equal parts of the model's KV heads, from 0.
+# Index and number of equal parts of the model's KV heads.
 Part = tuple[int, int]
 WHOLE: Part = (0, 1)
 _ARRAYS = ("mean", "predict", "forward", "inverse")
@@ -38,18 +38,18 @@ _ARRAYS = ("mean", "predict", "forward", "inverse")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerBasis:
-    """How one layer is coded, with X features and C components.
+    """Basis of one layer, with X features and C components.
 
-    Features x of a token are its keys of all heads, turned back to position 0, and then its values.
-    They are predicted as p = mean + y @ predict, where y is what the layer below was restored to,
-    less its mean. Components are (x - p) @ forward, sorted by the variance
-    that they had before they were scaled to 1; x is restored as p + components @ inverse.
+    Features x of a token are its keys of all heads, rotated back to position 0, then its values.
+    They are predicted as p = mean + y @ predict, where y is the restored layer below, minus its
+    mean. Components are (x - p) @ forward, sorted by their variance before it was scaled to 1; x is
+    restored as p + components @ inverse.
 
     Attributes:
         bits: of each component, 1 to 8, descending.
         mean: float32 [X].
         predict: bfloat16 [X, X]; None in layer 0.
-        forward: float32 [X, C]; rounded, large components would leak into small ones.
+        forward: float32 [X, C]; with rounding, large components would leak into small ones.
         inverse: bfloat16 [C, X].
     """
 
@@ -67,7 +67,7 @@ class LayerBasis:
         assert self.predict is None or self.predict.shape[1] == features
 
     def cut(self, bits: tuple[int, ...]) -> LayerBasis:
-        """The same with fewer bits for each component, and none for the last ones."""
+        """Return the layer with fewer bits per component, without its last components."""
         kept = len(bits)
         return dataclasses.replace(
             self,
@@ -77,7 +77,6 @@ class LayerBasis:
         )
 
     def arrays(self) -> dict[str, Tensor]:
-        """All arrays by their names."""
         arrays = {name: getattr(self, name) for name in _ARRAYS}
         return {name: array for name, array in arrays.items() if array is not None}
 
@@ -87,14 +86,13 @@ class Basis:
     """How KVs of a model are coded; all arrays are on the CPU.
 
     Attributes:
-        model: which model it was fitted for.
+        model: the model that it was fitted to.
         shapes: heads and dimensions of a head, (G, D), of keys and of values.
-        layers: of each layer.
-        part: of the model's KV heads, that it is for; the shapes are those of that part.
-        keeps: its codes are at least as good as those of so many bits without a basis.
-        fewer: bits of each layer's components at the lower rates, by what these keep; not a part of
-            its digest.
-        notes: what is known about it, as JSON can hold it; not a part of its digest.
+        layers: bases of all layers.
+        part: part of the model's KV heads that it codes; `shapes` are those of this part.
+        keeps: its codes are at least as accurate as codes of this many bits without a basis.
+        fewer: bits of each layer's components at lower rates, by their `keeps`; not in the digest.
+        notes: further information, as JSON; not in the digest.
     """
 
     model: str
@@ -107,17 +105,16 @@ class Basis:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers."""
         return len(self.layers)
 
     @functools.cached_property
     def layouts(self) -> tuple[RowLayout, ...]:
-        """The rows of each layer."""
+        """Layouts of each layer's rows."""
         return tuple(RowLayout(layer.bits) for layer in self.layers)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the rows of a token in all layers."""
+        """Bytes of a token's rows in all layers."""
         return sum(layout.row_bytes for layout in self.layouts)
 
     @property
@@ -128,7 +125,7 @@ class Basis:
 
     @functools.cached_property
     def digest(self) -> str:
-        """16 hex digits of all that changes codes or what they are restored to."""
+        """16 hex digits; changes with everything that affects codes or restored KVs."""
         state = hashlib.sha256(json.dumps([self.model, self.shapes]).encode())
         for name, array in self._arrays().items():
             state.update(f"{name} {tuple(array.shape)} {array.dtype}".encode())
@@ -138,7 +135,7 @@ class Basis:
         return state.hexdigest()[:16]
 
     def keeping(self, bits: float) -> Basis:
-        """The one of its rates whose codes are as good as those of so many bits without a basis."""
+        """Return the basis at the rate that is as accurate as `bits` without a basis."""
         if bits == self.keeps:
             return self
         cut = tuple(
@@ -147,7 +144,7 @@ class Basis:
         return dataclasses.replace(self, layers=cut, keeps=bits, fewer={})
 
     def save(self, path: Path) -> None:
-        """Write a file, `file_of_part`; it appears, or takes an older one's place, in one step."""
+        """Write the file `file_of_part` in one step, replacing an older one."""
         path = file_of_part(path, self.part)
         fields = {
             "digest": self.digest,
@@ -176,15 +173,15 @@ class Basis:
     def load(cls, path: Path, part: Part = WHOLE) -> Basis:
         """Read a file that `save` has written.
 
-        It raises `BasisUnreadable` if there is none, or it is damaged or of another version or
-        part.
+        Raises:
+            BasisUnreadable: it is missing, damaged, or of another version or part.
         """
         path, parts = file_of_part(path, part), part[1]
         try:
             basis = cls._read(path)
             if basis.part != part:
                 raise ValueError(f"it is for part {basis.part[0] + 1} of {basis.part[1]}")
-        except Exception as error:  # a damaged file raises many
+        except Exception as error:  # damaged files raise many types
             ranks = f" --tp-size {parts}" if parts > 1 else ""
             raise BasisUnreadable(
                 f"{path} is no basis of this version, or is damaged; "
@@ -201,7 +198,7 @@ class Basis:
             if metadata["check"] != _check(metadata["fields"]):
                 raise ValueError("its metadata do not match their digest")
             fields = json.loads(metadata["fields"])
-            # Copies: what it returns is mapped, and changes with a file that is written over.
+            # Copies, because the tensors are mapped and would change with an overwritten file.
             arrays = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
 
         def layer(number: int, bits: list[int]) -> LayerBasis:
@@ -226,7 +223,7 @@ class Basis:
 
 
 def file_of_part(path: Path, part: Part) -> Path:
-    """The file of a basis for a part of the heads, beside that for all of them."""
+    """Return the file of a part of the heads, beside the file of all heads."""
     number, parts = part
     return path if parts == 1 else path.with_name(f"{path.name}.{number + 1}of{parts}")
 

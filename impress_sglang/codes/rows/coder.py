@@ -1,7 +1,7 @@
 """Codes the KVs of a layer as rows, in torch and float32.
 
-The encoder returns what a decoder restores, because the layer above is predicted from that. Each
-row depends on rows of the same token in lower layers only.
+The encoder also returns the restored KVs, because the layer above is predicted from them. Each row
+depends only on rows of the same token in lower layers.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from impress_sglang.loops.rows import BINS, GAIN_STEPS, GAIN_UNIT, quantise
 
 # float32 [32]: factors of all gains.
 GAIN_TABLE = np.exp2((np.arange(1 << GAIN_BITS) - GAIN_UNIT) / GAIN_STEPS).astype(np.float32)
-# For `quantise`: where cells end, and the codes of the lower ends of bins from -6 to 6.
+# For `quantise`: ends of cells, and the codes of the lower ends of bins from -6 to 6.
 _ENDS = np.concatenate([np.append(bounds, np.float32(np.inf)) for bounds in BOUNDS])
 _BINS = (np.arange(12 * BINS) - 6 * BINS) / BINS
 _GUESSES = np.stack([np.searchsorted(bounds, _BINS) for bounds in BOUNDS]).astype(np.uint8)
-# Errors of such components may be infinite as float32: then `quantise` knows no best gain.
+# Errors of larger components may overflow float32, and `quantise` would find no best gain.
 _TOO_LARGE = 1e15
 
 
@@ -39,10 +39,17 @@ def encode_layer(
 ) -> tuple[Tensor, Tensor]:
     """Code one layer; all tensors are on the CPU.
 
-    `below` is what this or a decoder returned for the layer below; None in layer 0. `kvs` are keys
-    [t, G, Dk], turned back to position 0, and values [t, G, Dv], in any dtype; `NotCodable` if a
-    number is not finite, or too large. Returns rows, uint8 [t, row_bytes], and what they are
-    restored to, less the mean: bfloat16 [t, X].
+    Args:
+        basis: of the model.
+        layer: its index.
+        below: the restored layer below, as this function or a decoder returns it; None in layer 0.
+        kvs: keys [t, G, Dk], rotated back to position 0, and values [t, G, Dv], in any dtype.
+
+    Returns:
+        Rows, uint8 [t, row_bytes], and the restored layer minus its mean, bfloat16 [t, X].
+
+    Raises:
+        NotCodable: a number is not finite, or too large.
     """
     of_layer = basis.layers[layer]
     x = torch.cat([part.flatten(1).float() for part in kvs], 1)
@@ -64,7 +71,7 @@ def encode_layer(
         _ENDS,
         GAIN_TABLE,
         _GUESSES,
-        # Bits go where an error counts, in proportion.
+        # Weights of errors: components got bits in proportion to what their errors cost.
         np.float32(4.0) ** bits,
         codes.numpy(),
         gains.numpy(),
@@ -76,9 +83,9 @@ def encode_layer(
 
 
 def product_matrix(layer: LayerBasis) -> Tensor:
-    """What `product_of` takes for components, and behind them `below`: [C + X, X].
+    """Return the matrix by which `product_of` multiplies components and then `below`, [C + X, X].
 
-    It is float32 where a CPU does not multiply bfloat16 numbers, which would take it far longer.
+    It is float32 on CPUs that cannot multiply bfloat16 numbers, which would be much slower.
     """
     joined = layer.inverse if layer.predict is None else torch.cat([layer.inverse, layer.predict])
     slow = joined.device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -86,10 +93,10 @@ def product_matrix(layer: LayerBasis) -> Tensor:
 
 
 def product_of(factors: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
-    """The product of bfloat16 factors [t, C + X], in bfloat16; sums are in float32.
+    """Multiply bfloat16 factors [t, C + X]; sums are in float32, the result in bfloat16.
 
-    All decoders multiply such: one that rounds otherwise than the encoder would part from it by a
-    quarter of the error of the codes, for each layer is predicted from the one below.
+    All decoders must round in this way: one that rounds differently from the encoder would deviate
+    by a quarter of the error of the codes, because each layer is predicted from the one below.
     """
     if matrix.dtype == torch.bfloat16:
         return torch.mm(factors, matrix, out=out)
@@ -98,7 +105,7 @@ def product_of(factors: Tensor, matrix: Tensor, out: Tensor | None = None) -> Te
 
 
 def kvs_of(basis: Basis, layer: int, restored: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys [t, G, Dk], as at position 0, and values [t, G, Dv] of what a layer was restored to."""
+    """Return keys [t, G, Dk], as at position 0, and values [t, G, Dv] of a restored layer."""
     (heads, key_dim), (value_heads, value_dim) = basis.shapes
     x = restored + basis.layers[layer].mean
     keys, values = x.split([heads * key_dim, value_heads * value_dim], 1)
@@ -106,10 +113,10 @@ def kvs_of(basis: Basis, layer: int, restored: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def misfit_of(basis: Basis, layer: int, rows: Tensor) -> float:
-    """How unlike its calibration a basis finds rows of a layer.
+    """Return how much rows of a layer differ from the text of the calibration.
 
-    It is the mean square of their gains: 1 for text like that of the calibration, and 0 where there
-    are no rows, or no components.
+    This is the mean square of their gains: 1 for text like that of the calibration, and 0 without
+    rows or components.
     """
     components = len(basis.layers[layer].bits)
     if not len(rows) or not components:

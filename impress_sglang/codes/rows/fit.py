@@ -1,8 +1,8 @@
-"""Fits a basis to KVs: moments are accumulated over prompts, then bases of all layers are solved.
+"""Fits a basis to KVs: accumulates moments over prompts, then solves for the bases of all layers.
 
-The error that is kept small is the sum of e^T M e over heads, with a metric M of each head's keys
-and of its values. Within it, components are uncorrelated, and bits go where they take most from the
-error, in all layers.
+It minimises the sum of the errors e^T M e over heads, with a metric M of each head's keys and one
+of its values. Under this metric components are uncorrelated, and bits go to the components where
+they reduce the error most, across all layers.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ from impress_sglang.codes.rows.basis import WHOLE, Basis, LayerBasis, Part
 from impress_sglang.codes.rows.row import MAX_BITS
 
 # The first tokens of a prompt are attention sinks (https://arxiv.org/abs/2309.17453): nearly every
-# query attends to them, and their keys and values are unlike all others. They are never in codes,
-# which halves the error of the whole. One is enough for the models that were measured.
+# query attends to them, and their keys and values differ from all others. They are never coded,
+# which halves the total error. One would be enough for the models that were measured.
 SINK_TOKENS = 4
-# Shares of what is on a diagonal that are added to it: of features that predict, and of a metric.
+# Shares of a diagonal that are added to it: of the covariance of predictors, and of a metric.
 _RIDGE = 1e-3
 _METRIC_FLOOR = 0.02
-# Variances that are a smaller share of a layer's largest are rounding.
+# Smaller variances, relative to a layer's largest, are rounding errors.
 _LEAST_VARIANCE = 1e-12
-# What the 1st, 2nd ... bit is worth to a component of variance 1. Of a normal law the first bits
-# gain less than this; but in new text, small components are larger than in what was fitted.
+# Value of the 1st, 2nd ... bit of a component of variance 1. For a normal distribution the first
+# bits gain less, but in new text small components are larger than in the text of the fit.
 _WORTH = 4.0 ** -torch.arange(1.0, MAX_BITS + 1, dtype=torch.float64)
 
-# Of each layer the metrics of keys' heads and of values' heads: float [G, Dk, Dk], [G, Dv, Dv].
+# Metrics of each layer's heads of keys and of values: float [G, Dk, Dk], [G, Dv, Dv].
 Metric = Sequence[Sequence[Tensor]]
 
 
 class Moments:
-    """Means and covariances of KVs: of each layer in itself and with the layer below."""
+    """Means and covariances of KVs, within each layer and with the layer below."""
 
     def __init__(self) -> None:
         self.count = 0
         self.shapes: tuple[tuple[int, int], ...] = ()
-        # Products of what is far from zero would round their differences away. Of each layer, what
-        # is taken off [X], and float64 [B + X + 1, X]: sums of products with the features of the
-        # layer below, with its own, and with 1. There are B below, and in layer 0 none.
+        # Products of numbers far from zero would lose their differences to rounding. By layer: the
+        # origin that is subtracted, [X], and float64 [B + X + 1, X], the sums of products with the
+        # B features of the layer below (none in layer 0), with those of the layer, and with 1.
         self.origins: list[Tensor] = []
         self._sums: list[Tensor] = []
 
     def add(self, layers: Sequence[Sequence[Tensor]]) -> None:
-        """Count the KVs of a prompt, but for its first tokens.
+        """Add the KVs of a prompt, without its sinks.
 
         Args:
-            layers: of each layer keys [t, G, Dk], turned back to position 0, and values [t, G, Dv].
+            layers: each layer's keys [t, G, Dk], rotated back to position 0, and values [t, G, Dv].
         """
         flat = [
             torch.cat([kvs[SINK_TOKENS:].flatten(1).float() for kvs in layer], 1)
@@ -70,7 +70,7 @@ class Moments:
             under = here
 
     def of_heads(self, heads: slice) -> Moments:
-        """Those of some heads alone."""
+        """Return the moments of some heads only."""
         moments, places, begin = Moments(), [], 0
         for count, dim in self.shapes:
             features = torch.arange(begin, begin + count * dim).view(count, dim)[heads]
@@ -85,16 +85,19 @@ class Moments:
         return moments
 
     def mean(self, layer: int) -> Tensor:
-        """Float64 [X]."""
+        """Return the mean of a layer, float64 [X]."""
         return self.origins[layer] + self._sums[layer][-1] / self.count
 
     def covariance(self, layer: int) -> Tensor:
-        """Float64 [X, X]."""
+        """Return the covariance within a layer, float64 [X, X]."""
         size = len(self.origins[layer])
         return self._covariance(self._sums[layer][-1 - size : -1], layer, layer)
 
     def with_below(self, layer: int) -> Tensor:
-        """The covariance with the layer below, which there must be: float64 [X, X]."""
+        """Return the covariance of the layer below, which must exist, with a layer.
+
+        Float64 [X, X].
+        """
         return self._covariance(self._sums[layer][: len(self.origins[layer])], layer - 1, layer)
 
     def _covariance(self, products: Tensor, one: int, other: int) -> Tensor:
@@ -103,9 +106,10 @@ class Moments:
 
 
 class Fit:
-    """Bases of all layers, solved; what is left to be chosen is which bits they have.
+    """Solved bases of all layers, before their bits are chosen.
 
-    `metric` is what errors cost; None: keys and values of each layer count by their own variance.
+    `metric`: cost of errors. If None, the variances of each layer's keys and of its values are the
+    unit of their errors.
     """
 
     def __init__(self, moments: Moments, metric: Metric | None) -> None:
@@ -118,15 +122,15 @@ class Fit:
         self._variances = [layer.variances for layer in self._layers]
 
     def thresholds(self, rates: Mapping[float, float]) -> dict[float, float]:
-        """What each bit takes from the error at least; `rates` are bits per feature.
+        """Return the error that each bit must save at least, by the keys of `rates`.
 
-        By what codes of that rate keep. Those of all heads make bases of a part of them as good, in
-        more bits.
+        `rates`: bits per feature, by `Basis.keeps`. The thresholds of all heads make bases of a
+        part of the heads as accurate, in more bits.
         """
         return {keeps: _threshold(self._variances, rate) for keeps, rate in rates.items()}
 
     def basis(self, floors: Mapping[float, float], *, model: str = "", part: Part = WHOLE) -> Basis:
-        """Return the basis at these `thresholds`; the same for the same numbers."""
+        """Return the basis at these `thresholds`; deterministic."""
         bits = {
             keeps: tuple(_share_bits(self._variances, threshold))
             for keeps, threshold in floors.items()
@@ -139,7 +143,7 @@ class Fit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Solved:
-    """A layer before bits are known: variances of all X components, descending, and matrices."""
+    """A layer before bits are chosen: variances of all X components, descending, and matrices."""
 
     variances: Tensor
     mean: Tensor
@@ -162,7 +166,7 @@ def _solve(moments: Moments, layer: int, metric: Sequence[Tensor] | None) -> _So
         under, cross = moments.covariance(layer - 1), moments.with_below(layer)
         ridge = torch.diag(under.diagonal() * _RIDGE + torch.finfo(torch.float64).tiny)
         predict = torch.linalg.solve(under + ridge, cross).bfloat16()
-        # What is left after the prediction as it is stored.
+        # Covariance of the residual of the prediction, rounded as it is stored.
         used = predict.double()
         both = used.T @ cross
         residual = residual - both - both.T + used.T @ under @ used
@@ -172,9 +176,9 @@ def _solve(moments: Moments, layer: int, metric: Sequence[Tensor] | None) -> _So
     root, inverse_root = (torch.block_diag(*blocks) for blocks in zip(*roots, strict=True))
     variances, vectors = torch.linalg.eigh(root @ residual @ root)
     variances, vectors = variances.flip(0), vectors.flip(1)
-    # What never varies has no scale, and gets no bits.
+    # Constant components have no scale, and get no bits.
     variances = variances.where(variances > _LEAST_VARIANCE * variances[0], 0.0)
-    # An eigenvector may have either sign.
+    # Make the sign of eigenvectors unique.
     largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
     vectors = vectors * torch.where(largest < 0, -1.0, 1.0)
     mean = moments.mean(layer)
@@ -182,7 +186,7 @@ def _solve(moments: Moments, layer: int, metric: Sequence[Tensor] | None) -> _So
 
 
 def _by_variance(moments: Moments, layer: int) -> list[Tensor]:
-    """A metric by which keys, and values, cost as much as they vary: float64 [G, D, D] of each."""
+    """Return metrics in units of the variance of keys, and of values: float64 [G, D, D] each."""
     metrics, begin = [], 0
     variances = moments.covariance(layer).diagonal()
     for heads, dim in moments.shapes:
@@ -194,7 +198,7 @@ def _by_variance(moments: Moments, layer: int) -> list[Tensor]:
 
 
 def _roots(metric: Tensor) -> tuple[Tensor, Tensor]:
-    """Square roots of the metrics of all heads, and their inverses: float64 [X, X]."""
+    """Return square roots of the metrics of all heads, and their inverses, float64 [X, X]."""
     size = metric.diagonal(dim1=1, dim2=2).mean(1).clamp_min(torch.finfo(torch.float64).tiny)
     eye = torch.eye(metric.shape[1], dtype=torch.float64, device=metric.device)
     values, vectors = torch.linalg.eigh(
@@ -205,7 +209,7 @@ def _roots(metric: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _threshold(variances: list[Tensor], rate: float) -> float:
-    """What the last bit takes from the error, if all layers share so many per feature."""
+    """Return the error that the last bit saves, if all layers share `rate` bits per feature."""
     worth = torch.cat(variances)[:, None].cpu() * _WORTH
     wanted = int(rate * len(worth))
     assert 0 < wanted <= MAX_BITS * len(worth)
@@ -214,7 +218,7 @@ def _threshold(variances: list[Tensor], rate: float) -> float:
 
 
 def _share_bits(variances: list[Tensor], threshold: float) -> list[tuple[int, ...]]:
-    """Bits of the components of all layers; those without bits are left out."""
+    """Return the bits of each layer's components, without components that get none."""
     layer_bits = []
     for variance in variances:
         bits = (variance[:, None].cpu() * _WORTH >= threshold).sum(1)

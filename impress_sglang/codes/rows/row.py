@@ -1,14 +1,14 @@
-"""The bytes of one token in one layer, a *row*, and the levels that its codes stand for.
+"""The bytes of one token in one layer, a *row*, and the levels of its codes.
 
 A row has six gains of 5 bits, as one little-endian uint32 with the first in its lowest bits, then
-three *areas*: nibbles, crumbs of 2 bits, single bits. A code is cut from its top:
+three *areas*: nibbles, crumbs of 2 bits, single bits. A code is split from its top bits:
 
     bits   8                 7                    6              5            4       3
            nibble, nibble    nibble, crumb, bit   nibble, crumb  nibble, bit  nibble  crumb, bit
 
-and 2 bits are a crumb, 1 is a bit. An area of W bytes, the fewest that hold it, has element e of it
-in byte e % W, from bit (e // W) * width on: a kernel that reads neighbouring bytes has the parts of
-neighbouring components. The rest of an area is zero.
+and 2 bits are a crumb, 1 is a bit. An area has W bytes, as few as possible, and its element e in
+byte e % W from bit (e // W) * width on, so that neighbouring bytes have parts of neighbouring
+components. The remaining bits of an area are zero.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from impress_sglang.loops.types import Float32s, Int32s, Uint64s
 
 # Scalar quantisers of a normal distribution: p, q and r of 0 to 8 bits, float32 [9, 3]. Levels of b
 # bits are u (p + q u^2) / (1 - r u^2) at the centres u = (2 c + 1 - 2^b) / 2^b of codes c. The mean
-# square error is within a percent of the least possible (Max 1960), and loops compute levels in
-# vectors, without a table. Cells end half-way between levels.
+# square error is within a percent of the minimum (Max 1960), and loops compute levels in vectors,
+# without a table. Cells end half-way between levels.
 CURVES = np.array(
     [
         (1.0, 0.0, 0.0),
@@ -54,7 +54,7 @@ def _levels(bits: int) -> Float32s:
     return levels
 
 
-# Of b bits: float32 [2**b], ascending, and float32 [2**b - 1] between them.
+# By bits b: levels, float32 [2**b], ascending, and the bounds between them, float32 [2**b - 1].
 LEVELS = [_levels(bits) for bits in range(MAX_BITS + 1)]
 BOUNDS = [(levels[1:] + levels[:-1]) / 2 for levels in LEVELS]
 # float32 [511]: the levels of 0 to 8 bits; those of b bits begin at 2**b - 1.
@@ -66,15 +66,15 @@ _GAIN_BYTES = 4
 
 
 class RowTables(NamedTuple):
-    """Where codes are in a row, for `loops.rows.unpack`.
+    """Places of codes in a row, for `loops.rows.unpack`.
 
     Attributes:
-        areas: uint64 [3, 4], of areas of nibbles, crumbs and bits the first byte, number of bytes
-            and width of an element in bits, and which part is its first.
-        runs: uint64 [n, 6], of components with as many bits: the first, their number, which parts
-            are the first one's nibble, crumb and bit, and bits.
+        areas: uint64 [3, 4], for the areas of nibbles, crumbs and bits: first byte, number of
+            bytes, width of an element in bits, and index of the first part.
+        runs: uint64 [n, 6], for runs of components with equal bits: first component, number of
+            components, indices of the first one's nibble, crumb and bit among the parts, and bits.
         bounds: uint64 [7], `group_bounds`.
-        parts: of a row; those at the end are zeros, for codes without a part.
+        parts: number of parts of a row; the last ones are zeros, for codes without a part.
     """
 
     areas: Uint64s
@@ -85,9 +85,9 @@ class RowTables(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """Where codes are in a row.
+    """Places of codes in a row.
 
-    `bits`: of each component, 1 to 8, descending.
+    `bits`: bits of each component, 1 to 8, descending.
     """
 
     bits: tuple[int, ...]
@@ -98,11 +98,11 @@ class RowLayout:
 
     @functools.cached_property
     def _places(self) -> tuple[Int32s, RowTables]:
-        """What `parts` and `tables` return."""
+        """Results of `parts` and `tables`."""
         bits, count = self.bits, len(self.bits)
         parts, begin, num_parts, areas = np.full((count, 4, 2), -1, np.int32), _GAIN_BYTES, 0, []
         first_parts = np.full((count, 3), -1, np.int64)
-        # Of high nibble, low nibble, crumb and bit, which codes have one.
+        # Whether each code has a high nibble, low nibble, crumb and bit.
         has = np.array([(width >= 4, width == 8, width & 2, width & 1) for width in bits], np.bool_)
         for area, (width, first, stop) in enumerate(((4, 0, 2), (2, 2, 3), (1, 3, 4))):
             chosen = parts[:, first:stop]
@@ -111,7 +111,7 @@ class RowLayout:
             size = -(-len(element) * width // 8)
             chosen[present, 0] = begin + element % max(size, 1)
             chosen[present, 1] = element // max(size, 1) * width
-            # A code that has two nibbles has the high one first.
+            # The high nibble of a code comes before its low one.
             before = present.sum(1).cumsum() - present.sum(1)
             first_parts[:, area] = np.where(present[:, 0], num_parts + before, -1)
             areas.append((begin, size, width, num_parts))
@@ -132,26 +132,24 @@ class RowLayout:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
         last = self._places[1].areas[-1]
         return int(last[0] + last[1])
 
     def parts(self) -> Int32s:
-        """Where each component is: int32 [C, 4, 2].
+        """Return the place of each component's high nibble, low nibble, crumb and bit.
 
-        Of high nibble, low nibble, crumb and bit the byte in the row and the lowest bit in that
-        byte, or -1 and -1 if the code has no such part.
+        int32 [C, 4, 2]: byte in the row and lowest bit in that byte; -1 and -1 without such a part.
         """
         return self._places[0]
 
     def tables(self) -> RowTables:
-        """The same for compiled loops."""
+        """Return the places for compiled loops."""
         return self._places[1]
 
     def pack(self, codes: Tensor, gains: Tensor) -> Tensor:
         """Write codes uint8 [t, C], each below 2**bits, and gains uint8 [t, GAINS], each below 32.
 
-        Returns rows, uint8 [t, row_bytes]; all is on the CPU.
+        Returns rows, uint8 [t, row_bytes]. All tensors are on the CPU.
         """
         rows, bits = torch.zeros(len(codes), self.row_bytes).byte(), np.array(self.bits, np.uint8)
         loops.pack(codes.numpy(), gains.numpy(), bits, self.parts(), rows.numpy())
@@ -159,7 +157,7 @@ class RowLayout:
 
 
 def gains_of(rows: Tensor) -> Tensor:
-    """The gains of rows of any layout, uint8 [t, GAINS]."""
+    """Return the gains of rows of any layout, uint8 [t, GAINS]."""
     places = torch.arange(GAINS, dtype=torch.int32, device=rows.device) * GAIN_BITS
     byte = torch.arange(_GAIN_BYTES, dtype=torch.int32, device=rows.device) * 8
     words = (rows[:, :_GAIN_BYTES].int() << byte).sum(1, keepdim=True, dtype=torch.int32)
@@ -167,8 +165,8 @@ def gains_of(rows: Tensor) -> Tensor:
 
 
 def group_bounds(components: int) -> list[int]:
-    """Where the groups of components that share a gain begin, and where the last one ends.
+    """Return the first components of the groups that share a gain, and the end of the last group.
 
-    Component i is of group i * GAINS // components.
+    Component i belongs to group i * GAINS // components.
     """
     return [-(-group * components // GAINS) for group in range(GAINS + 1)]
