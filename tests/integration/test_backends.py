@@ -56,14 +56,12 @@ class Loading(StoredRequest):
     def __init__(self, world: World, rid: str, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.world, self.rid = world, rid
-        self.queries: torch.Size | None = None
 
     def load(
         self, layer: int, queries: Tensor, new_keys: Tensor, scaling: float, *pools: Tensor
     ) -> Tensor:
         assert scaling == SCALING and new_keys.shape == (len(queries), KV_HEADS, DIM)
-        self.world.loaded.append((self.rid, layer))
-        self.queries = queries.shape
+        self.world.loaded.append((self.rid, layer, len(queries)))
         for pool in pools:
             pool[self.slots] = torch.randn(self.k, KV_HEADS, DIM)
         number, error = self.world.fails.get(self.rid, (-1, Exception()))
@@ -93,7 +91,7 @@ class World:
         self.live: dict[str, Loading] = {}
         self.fails: dict[str, tuple[int, Exception]] = {}
         self.failed: list[str] = []
-        self.loaded: list[tuple[str, int]] = []
+        self.loaded: list[tuple[str, int, int]] = []
         self.store: Any = SimpleNamespace(
             report=lambda error: None,
             close_source=lambda source: None,
@@ -113,12 +111,7 @@ class World:
             slots, report = map(torch.tensor, (resident, loaded)), new_report("impress", known, m)
             rest = self.store, source, report
             self.live[row.rid] = Loading(self, row.rid, SHAPE, 0.6, *slots, m, *rest)
-        self._write(row, 0, [0] * row.zeros + row.slots)
         return row
-
-    def _write(self, row: Row, start: int, slots: Sequence[int]) -> None:
-        indices = torch.tensor(slots, dtype=torch.int32)
-        self.table.req_to_token[row.index, start : start + len(slots)] = indices
 
     def run(self, mode: ForwardMode, *rows: tuple[Row, int]) -> Any:
         """A whole pass that extends rows by some tokens each, compared with attention over the
@@ -126,9 +119,10 @@ class World:
         before, written = [row.length for row, _ in rows], list[int]()
         for row, count in rows:
             new = [*itertools.islice(self.free, count)]
-            self._write(row, row.length, new)
             row.slots += new
             written += new
+            indices = torch.tensor([0] * row.zeros + row.slots, dtype=torch.int32)
+            self.table.req_to_token[row.index, : row.length] = indices
         lengths = torch.tensor([row.length for row, _ in rows])
         batch = ForwardBatch(
             forward_mode=mode,
@@ -204,15 +198,15 @@ def test_extend_of_rows_with_and_without_a_prefix(world: World) -> None:
     # Rows of beams come last, and have no request.
     new.rid = ""
     batch = world.extend((offset, 9), (resident, 4), (new, 6))
-    assert world.loaded == [(offset.rid, 0), (offset.rid, 1)]
-    assert world.live[offset.rid].queries == (9, QUERY_HEADS, DIM)
+    assert world.loaded == [(offset.rid, 0, 9), (offset.rid, 1, 9)]
     # The scheduler's own lengths are left alone.
     assert batch.seq_lens.tolist() == [66, 24, 6]
     assert batch.extend_prefix_lens_cpu == [57, 20, 0]
 
 
 def test_chunks_of_a_prefill_and_its_decode(world: World) -> None:
-    """Two chunks of one request, then decode steps beside a row without a prefix."""
+    """Two chunks of one request, then decode steps beside a row without a prefix, and in a MIXED
+    batch: SGLang runs it as an extend in which decoding rows have one new token."""
     offset, other = world.row(3, prefix=(10, 40)), world.row(12)
     for count in (6, 5):
         world.extend((offset, count))
@@ -220,14 +214,7 @@ def test_chunks_of_a_prefill_and_its_decode(world: World) -> None:
     world.extend((other, 2))
     for order in ([offset, other], [other, offset]):
         world.run(ForwardMode.DECODE, *((row, 1) for row in order))
-
-
-def test_decoding_rows_in_a_batch_of_prefill(world: World) -> None:
-    """MIXED: SGLang runs it as an extend in which decoding rows have one new token."""
-    decoding = world.row(0, prefix=(8, 33))
-    world.extend((decoding, 4))
-    stored = world.row(2, prefix=(5, 21))
-    world.extend((stored, 7), (world.row(6), 3), (decoding, 1))
+    world.extend((world.row(2, prefix=(5, 21)), 7), (world.row(6), 3), (offset, 1))
 
 
 @pytest.mark.parametrize(
@@ -260,11 +247,7 @@ def test_another_error_is_not_hidden(world: World) -> None:
 def test_pools_are_read_on_a_stream_that_nobody_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams of a process come round: a new one may be the model's."""
     numbers = itertools.chain([7, 3, 7, 5], itertools.repeat(9))
-
-    def new_stream(device: torch.device) -> SimpleNamespace:
-        return SimpleNamespace(cuda_stream=next(numbers))
-
-    monkeypatch.setattr(torch.cuda, "Stream", new_stream)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Handle(next(numbers)))
     reading_stream.cache_clear()
     model, scheduler = Handle(7), Handle(3)
     found = reading_stream(torch.device("cuda", 0), model, scheduler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,11 +19,7 @@ from sglang.srt.models.opt import OPTForCausalLM, OPTLearnedPositionalEmbedding
 from torch import Tensor
 
 from impress_sglang.blend.job import TokenKind, share_of_layer
-from impress_sglang.blend.plugin.steps import (
-    BlendSteps,
-    attention_at,
-    check_blended,
-)
+from impress_sglang.blend.plugin.steps import BlendSteps, attention_at, check_blended
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.plugin.rectangular import rectangular_attention
 from impress_sglang.plugin.rotation import rotation_of
@@ -54,30 +51,23 @@ def blend(
 ) -> tuple[KVs, Model, Any]:
     """The KVs of all tokens in the pool, after those from `resident` on were blended."""
     model, pool = Model(SHAPE), Pool(SHAPE, 400)
-    generator = torch.Generator().manual_seed(9)
-    row = torch.randperm(399, generator=generator)[: len(tokens)] + 1
+    row = torch.randperm(399)[: len(tokens)] + 1
     kind_array = np.asarray(kinds, np.uint8)
     there = resident + np.flatnonzero(kind_array != TokenKind.COMPUTED)
-    for layer, (keys, values) in enumerate(model.kvs(tokens)):
-        pool.keys[layer][row[:resident]] = keys[:resident]
-        pool.values[layer][row[:resident]] = values[:resident]
-        pool.keys[layer][row[there]] = stored[layer][0][there]
-        pool.values[layer][row[there]] = stored[layer][1][there]
+
+    def pools(layer: int) -> tuple[Tensor, Tensor]:
+        return pool.keys[layer], pool.values[layer]
+
+    for layer, computed in enumerate(model.kvs(tokens)):
+        for kvs, others, mine in zip(pools(layer), computed, stored[layer], strict=True):
+            kvs[row[:resident]], kvs[row[there]] = others[:resident], mine[there]
     job: Any = Job(tokens, row, kind_array, share, resident)
-    steps = BlendSteps(
-        model,
-        pool,
-        lambda layer: (pool.keys[layer], pool.values[layer]),
-        LAYERS,
-        None,
-        size,
-        lambda _: None,
-    )
+    steps = BlendSteps(model, pool, pools, LAYERS, None, size, lambda _: None)
     steps.block_tokens = size
     while not steps.step(job):
         assert not has_forward_context(), "a pass of SGLang's would take it for its own"
-    found = [(pool.keys[layer][row], pool.values[layer][row]) for layer in range(LAYERS)]
-    return found, model, job
+    blended = [(keys[row], values[row]) for keys, values in map(pools, range(LAYERS))]
+    return blended, model, job
 
 
 def stored_behind_others(tokens: Tensor, start: int) -> KVs:
@@ -86,12 +76,9 @@ def stored_behind_others(tokens: Tensor, start: int) -> KVs:
     return Model(SHAPE).kvs(other)
 
 
-def error(found: KVs, expected: KVs, start: int, layers: slice = slice(None)) -> float:
-    return max(
-        float((kv - other)[start:].abs().max())
-        for pair in zip(found[layers], expected[layers], strict=True)
-        for kv, other in zip(*pair, strict=True)
-    )
+def error(found: KVs, expected: KVs) -> float:
+    pairs = zip(itertools.chain(*found), itertools.chain(*expected), strict=True)
+    return max(float((kv - other).abs().max()) for kv, other in pairs)
 
 
 @pytest.mark.parametrize("size", [7, 40, 1000])
@@ -105,7 +92,7 @@ def test_all_computed_is_the_model_itself(size: int, resident: int, share: float
     found, model, job = blend(
         tokens, stored_behind_others(tokens, 30), kinds, share, size=size, resident=resident
     )
-    assert error(found, expected, 0) < 1e-5
+    assert error(found, expected) < 1e-5
     assert job.token_layers == LAYERS * len(kinds) and job.spent > 0
     blocks = [count for layer, count in model.computed if layer == 0]
     assert sum(blocks) == len(kinds) and max(blocks) == min(size, len(kinds))
@@ -118,7 +105,7 @@ def test_new_text_between_exact_text_is_exact() -> None:
     kinds = np.full(90, TokenKind.KEPT)
     kinds[20:25] = kinds[60:90] = kinds[0:2] = TokenKind.COMPUTED
     found, model, _ = blend(tokens, expected, kinds, 0.0, size=20)
-    assert error(found, expected, 0) < 1e-5
+    assert error(found, expected) < 1e-5
     assert [count for layer, count in model.computed if not layer] == [20, 17]
 
 
@@ -126,7 +113,7 @@ def test_reuse_as_is_runs_no_model() -> None:
     tokens = tokens_of(1, 90)
     stored = stored_behind_others(tokens, 30)
     found, model, job = blend(tokens, stored, [TokenKind.REUSED] * 90, 0.0, size=40)
-    assert error(found, stored, 0) == 0.0 and not model.computed and not job.spent
+    assert error(found, stored) == 0.0 and not model.computed and not job.spent
 
 
 def test_blocks_take_no_longer_than_a_chunk() -> None:
@@ -196,18 +183,14 @@ def test_rows_are_dropped_with_all_that_belongs_to_them(share: float) -> None:
         for (a, b), (k, v) in zip(expected, stored, strict=True)
     ]
     found, model, _ = blend(tokens, stored, kinds, share)
-    assert error(found, by_hand(tokens, stored, kinds, share), 0) < 1e-4
+    assert error(found, by_hand(tokens, stored, kinds, share)) < 1e-4
     counts = [count for _, count in model.computed]
     assert counts[:2] == [270, 270] and counts[2:] == sorted(counts[2:], reverse=True)
     assert np.mean(counts[2:]) == pytest.approx(30 + share * 240, rel=0.02)
 
 
-class LlamaForCausalLM(torch.nn.Module):
-    """Of a name that is known."""
-
-    def __init__(self, rotary: Any) -> None:
-        super().__init__()
-        self.rotary = rotary
+class LlamaForCausalLM(torch.nn.ModuleList):
+    """Of a name that is known, with its positions."""
 
 
 @pytest.fixture
@@ -220,19 +203,14 @@ class AnotherRotary(RotaryEmbedding):
     pass
 
 
-def rotary_of(kind: type[Any], *scaling: float) -> Any:
-    return kind(8, 8, 64, 10000, True, *scaling, torch.float32)
-
-
 def llama_with(kind: type[Any], *scaling: float) -> LlamaForCausalLM:
-    return LlamaForCausalLM(rotary_of(kind, *scaling))
+    return LlamaForCausalLM([kind(8, 8, 64, 10000, True, *scaling, torch.float32)])
 
 
 CANNOT: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
-    "no positions": (lambda: LlamaForCausalLM(None), "no rotary embedding"),
     # Nor if somebody judged how it is run: there is nothing to turn.
-    "learned positions": (
-        lambda: LlamaForCausalLM(OPTLearnedPositionalEmbedding(64, 8)),
+    "no rotary embedding": (
+        lambda: LlamaForCausalLM([OPTLearnedPositionalEmbedding(64, 8)]),
         "no rotary embedding",
     ),
     "opt": (lambda: object.__new__(OPTForCausalLM), "OPTForCausalLM"),
@@ -258,8 +236,8 @@ def test_which_models_cannot_be_blended(model: Callable[[], torch.nn.Module], wo
 @pytest.mark.usefixtures("_on_a_cpu")
 def test_keys_move_as_sglang_rotates() -> None:
     """Beyond the table that is there at first, too."""
-    rotary = rotary_of(RotaryEmbedding)
-    rotation = rotation_of(LlamaForCausalLM(rotary), "--impress-blend")
+    model = llama_with(RotaryEmbedding)
+    rotary, rotation = model[0], rotation_of(model, "--impress-blend")
     keys = torch.randn(5, 2, 8, generator=torch.Generator().manual_seed(1))
 
     def at(positions: Tensor) -> Tensor:
