@@ -30,15 +30,18 @@ def seen(world: World, **wanted: Any) -> Any:
     return world.told("overview", **{"after": 0, "below": None, **wanted})
 
 
-def end(world: World, tokens: list[int] = STORED, rid: str = "asked") -> None:
-    world.run(rid, tokens, namespace="tenant", store=False)
+def shown_of(world: World) -> Any:
+    """What is told of a prompt that is stored, and of a request that has ended."""
+    world.stored_after("r", 2000)
+    world.run("asked", STORED, namespace="tenant", store=False)
+    return seen(world)
 
 
 def test_never_all_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admin, "MAX_SEGMENTS", 2)
     for number in range(5):
         world.stored_after(f"r{number}", 2000 + 100 * number)
-    rows = seen(world, after=0)["segments"]
+    rows = seen(world)["segments"]
     assert len(rows) == 2 and rows[1]["on"] == rows[0]["segment"]
     assert rows[0]["builders"] == 4 and rows[1]["builders"] == 0
     below = seen(world, below=rows[0]["segment"])["segments"]
@@ -47,9 +50,7 @@ def test_never_all_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_nobody_is_shown_prompts(world: World) -> None:
-    world.stored_after("r", 2000)
-    end(world)
-    found = seen(world, after=0)
+    found = shown_of(world)
     assert found["requests"][0]["begins"] and found["segments"][0]["begins"]
     assert all(row["words"] is None for row in (*found["requests"], *found["segments"]))
     assert not re.search(r"\b10[0-9][0-9], 10", json.dumps(found)), "tokens"
@@ -63,9 +64,7 @@ class Tokenizer:
 
 @pytest.mark.parametrize("options", [SHOWN])
 def test_prompts_are_shown_to_who_wants_that(world: World) -> None:
-    world.stored_after("r", 2000)
-    end(world)
-    found = seen(world, after=0)
+    found = shown_of(world)
     assert found["requests"][0]["words"] == STORED[:MOST_WORDS]
     (row,) = with_text({"segments": found["segments"][:1]}, Tokenizer())["segments"]
     assert row["text"].startswith("<b>1000</b>x") and len(row["text"]) == 120
@@ -116,9 +115,7 @@ def served(found: dict[str, Any] | None) -> Iterator[str]:
 @needs_browser
 @pytest.mark.parametrize("options", [SHOWN])
 def test_prompts_are_only_text(world: World, tmp_path: Path) -> None:
-    world.stored_after("r", 2000)
-    end(world)
-    found = with_text(seen(world, after=0), SimpleNamespace(decode=lambda _: HOSTILE))
+    found = with_text(shown_of(world), SimpleNamespace(decode=lambda _: HOSTILE))
     found["requests"][0] |= {"rid": HOSTILE, "why": {"text": HOSTILE, "reason": "x", "rest": None}}
     with served(found) as url:
         dom = shown(url, tmp_path)

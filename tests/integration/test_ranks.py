@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
+from unittest import mock
 
 import pytest
 from torch import distributed
@@ -171,15 +172,9 @@ def test_saves_alone_are_seldom_agreed_on_while_a_batch_runs(ranks: RankWorlds) 
     assert ranks.reduction.count == before + passes / SAVES_EVERY
 
 
-def test_what_one_writes_for_both_is_lost_for_both(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_one_writes_for_both_is_lost_for_both(tmp_path: Path) -> None:
     """Also if only the other one cannot read it."""
-    ranks, prompt, asked = (
-        RankWorlds(tmp_path, SIZE),
-        draw(1, 200),
-        itertools.count(),
-    )
+    ranks, prompt, asked = RankWorlds(tmp_path, SIZE), draw(1, 200), itertools.count()
     writer, reader = (world.service.store for world in ranks.worlds)
 
     def loaded() -> int:
@@ -191,18 +186,12 @@ def test_what_one_writes_for_both_is_lost_for_both(
 
     wait_until(loaded)
     assert len(files_of(ranks.worlds[0])) == 1
-    open_whole, before = reader.segments.open, loaded()
-    with monkeypatch.context() as patch:
-        damage = SegmentUnreadable(next(writer.tree.segments()).segment_id, "damaged")
-        patch.setattr(reader.segments, "open", lambda *_, **__: raise_(damage))
+    before = loaded()
+    damage = SegmentUnreadable(next(writer.tree.segments()).segment_id, "damaged")
+    with mock.patch.object(reader.segments, "open", side_effect=damage):
         assert loaded() == before
-    assert reader.segments.open == open_whole
     wait_until(lambda: loaded() > before)
     ranks.close()
-
-
-def raise_(error: Exception) -> None:
-    raise error
 
 
 def files_of(world: TreeWorld) -> list[Path]:

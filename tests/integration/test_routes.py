@@ -31,16 +31,22 @@ def manager_of(**fields: Any) -> SimpleNamespace:
     return SimpleNamespace(context_len=5, model_config=model_config, **fields)
 
 
-def test_bodies_are_read() -> None:
-    body = {"text": "abc", "extra_key": "t", "cache_salt": ""}
-    fields = fields_of("pin", body, manager_of(tokenizer=Tokenizer()))
-    assert fields == {"input_ids": [97, 98, 99], "extra_key": "t"}
-    manager = manager_of(tokenizer=None)
-    assert fields_of("purge", {"all": True}, manager) == {"everything": True}
-    assert fields_of("purge", {"extra_key": None}, manager) == {}
-    old = fields_of("purge", {"all": True, "older_than": 5}, manager)
-    assert old == {"everything": True, "older_than": 5}
-    assert fields_of("warm", {"input_ids": [1]}, manager) == {"input_ids": [1]}
+@pytest.mark.parametrize(
+    ("verb", "body", "fields"),
+    [
+        (
+            "pin",
+            {"text": "abc", "extra_key": "t", "cache_salt": ""},
+            {"input_ids": [97, 98, 99], "extra_key": "t"},
+        ),
+        ("purge", {"all": True}, {"everything": True}),
+        ("purge", {"extra_key": None}, {}),
+        ("purge", {"all": True, "older_than": 5}, {"everything": True, "older_than": 5}),
+        ("warm", {"input_ids": [1]}, {"input_ids": [1]}),
+    ],
+)
+def test_bodies_are_read(verb: str, body: Any, fields: Any) -> None:
+    assert fields_of(verb, body, manager_of(tokenizer=Tokenizer())) == fields
 
 
 @pytest.mark.parametrize(

@@ -48,24 +48,31 @@ def forgetting(packed: PackedLayers, layer: int, slots: Tensor) -> AbstractConte
     return nullcontext(Rows(keys, values, torch.arange(len(keys))))
 
 
-def run(
-    kind: type[MHATokenToKVPool] = MHATokenToKVPool,
+def plain(
     dtype: torch.dtype = torch.float32,
-    policy: str = "impress",
+    kind: type[MHATokenToKVPool] = MHATokenToKVPool,
+    *,
     size: int = 300,
-    model_dtype: torch.dtype | None = None,
+    heads: int = 2,
+    dim: int = 16,
+) -> MHATokenToKVPool:
+    return kind(size, 1, dtype, heads, dim, 2, "cpu", enable_memory_saver=False)
+
+
+def run(
+    pool: KVCache,
+    policy: str = "impress",
     draft: KVCache | None = None,
-    pool: KVCache | None = None,
     states: MambaPool | None = None,
     raw: bool = True,
 ) -> float:
-    if pool is None:
-        pool = kind(size, 1, dtype, 2, 16, 2, "cpu", enable_memory_saver=False)
     model_runner = runner(Layers(), pool)
-    model_runner.model_config.dtype, model_runner.forward_stream = model_dtype or dtype, None
+    # The model computes in 16 bits what is kept in 8.
+    model_dtype = torch.bfloat16 if pool.dtype in EIGHT_BITS else pool.dtype
+    model_runner.model_config.dtype, model_runner.forward_stream = model_dtype, None
     if (windows := window_pool(pool)) is not None:
         model_runner.model.layers[1] = RadixAttention(8, windows.head_dim, 1.0, windows.head_num, 1)
-    if kind is MHATokenToKVPool:
+    if not isinstance(pool, Scaled | Shifted | Copied):
         check_layers(model_runner, windows=True)
     config = ImpressConfig(policy=policy)
     shape = kv_shape(model_runner, make_policy(config), config)
@@ -86,25 +93,25 @@ def run(
 @pytest.mark.parametrize("policy", ["impress", "as", "paper"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_plain_pools(dtype: torch.dtype, policy: str) -> None:
-    assert run(dtype=dtype, policy=policy) < 5.0
-    assert run(dtype=dtype, policy=policy, size=16) > 0.0
+    assert run(plain(dtype), policy) < 5.0
+    assert run(plain(dtype, size=16), policy) > 0.0
 
 
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
 def test_pools_of_eight_bits(dtype: torch.dtype) -> None:
-    assert run(dtype=dtype, model_dtype=torch.bfloat16) > 0.0
+    assert run(plain(dtype)) > 0.0
 
 
-def latents(dtype: torch.dtype, layers: int = 2) -> MLATokenToKVPool:
+def latents(dtype: torch.dtype) -> MLATokenToKVPool:
     how: dict[str, Any] = {"enable_memory_saver": False, "dcp_replicated": True}
-    return MLATokenToKVPool(300, 1, dtype, 64, 16, layers, "cpu", **how)
+    return MLATokenToKVPool(300, 1, dtype, 64, 16, 2, "cpu", **how)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, *EIGHT_BITS])
 def test_pools_of_latent_vectors(dtype: torch.dtype) -> None:
-    """Their two parts are what storage calls keys and values; drafts have one layer, say."""
-    run(pool=latents(dtype), model_dtype=torch.bfloat16)
-    run(pool=latents(dtype), model_dtype=torch.bfloat16, draft=latents(dtype))
+    """Their two parts are what storage calls keys and values."""
+    run(latents(dtype))
+    run(latents(dtype), draft=latents(dtype))
 
 
 def sparse(dtype: torch.dtype) -> DSATokenToKVPool:
@@ -121,15 +128,15 @@ def sparse(dtype: torch.dtype) -> DSATokenToKVPool:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_pools_of_sparse_attention(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(pool=sparse(dtype), model_dtype=torch.bfloat16)
-    run(pool=sparse(dtype), model_dtype=torch.bfloat16, draft=sparse(dtype))
+    run(sparse(dtype))
+    run(sparse(dtype), draft=sparse(dtype))
     shared = sparse(dtype)
     shared.index_kpool = 4
     with pytest.raises(UnsupportedError, match="index keys of several tokens"):
-        run(pool=shared, model_dtype=torch.bfloat16)
+        run(shared)
     monkeypatch.setattr(PackedLayers, "into", forgetting)
     with pytest.raises(UnsupportedError, match="index keys are off by"):
-        run(pool=sparse(dtype), model_dtype=torch.bfloat16)
+        run(sparse(dtype))
 
 
 def windows(dtype: torch.dtype = torch.float32, **how: Any) -> SWAKVPool:
@@ -142,11 +149,9 @@ def windows(dtype: torch.dtype = torch.float32, **how: Any) -> SWAKVPool:
 @pytest.mark.parametrize("dtype", [*DTYPES, *EIGHT_BITS])
 def test_pools_with_windows(dtype: torch.dtype) -> None:
     pool = windows(dtype)
-    model_dtype = dtype if dtype in DTYPES else torch.bfloat16
     # In few bits as well, if others are.
-    run(pool=pool, model_dtype=model_dtype, raw=False)
-    other = {"swa_head_num": 3, "swa_head_dim": 20, "swa_v_head_dim": 20}
-    run(pool=windows(dtype, **other), model_dtype=model_dtype)
+    run(pool, raw=False)
+    run(windows(dtype, swa_head_num=3, swa_head_dim=20, swa_v_head_dim=20))
     assert not pool.full_to_swa_index_mapping[:-1].any(), "nobody has a row"
 
 
@@ -155,55 +160,36 @@ def test_windows_that_nobody_knows() -> None:
         pool = windows()
         setattr(pool, name, value)
         with pytest.raises(UnsupportedError, match="how SWAKVPool keeps layers with sliding"):
-            run(pool=pool)
-    for kind in (Scaled, Shifted, Copied):
-        with pytest.raises(UnsupportedError, match="layer 1"):
-            run(policy="as", pool=windows(swa_kv_pool_class=kind))
+            run(pool)
 
 
-def states() -> tuple[HybridLinearKVPool, MambaPool]:
+def test_pools_with_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers with states, whose parts differ in shape and dtype, beside two with KVs."""
     shape = SimpleNamespace(conv=[(24, 3)], temporal=(2, 5, 7))
     dtype = SimpleNamespace(conv=torch.bfloat16, temporal=torch.float32)
     params: Any = SimpleNamespace(shape=shape, dtype=dtype, is_kda=False)
-    mamba_pool = MambaPool(
+    states = MambaPool(
         size=4, spec_state_size=0, cache_params=params, mamba_layer_ids=[2, 3], device="cpu"
     )
-    size = {"size": 300, "page_size": 1, "head_num": 2, "head_dim": 16}
-    return HybridLinearKVPool(
-        **size,
-        dtype=torch.float32,
-        full_attention_layer_ids=[0, 1],
-        device="cpu",
-        mamba_pool=mamba_pool,
-    ), mamba_pool
-
-
-def test_pools_with_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, mamba_pool = states()
-    run(pool=pool, policy="as", states=mamba_pool)
-    assert not mamba_pool.mamba_cache.temporal.any() and not mamba_pool.mamba_cache.conv[0].any()
+    size: dict[str, Any] = {"size": 300, "page_size": 1, "head_num": 2, "head_dim": 16}
+    size |= {"dtype": torch.float32, "full_attention_layer_ids": [0, 1], "device": "cpu"}
+    pool = HybridLinearKVPool(**size, mamba_pool=states)
+    run(pool, "as", states=states)
+    assert not states.mamba_cache.temporal.any() and not states.mamba_cache.conv[0].any()
     monkeypatch.setattr(PackedLayers, "into", forgetting)
     with pytest.raises(UnsupportedError, match="states are off by"):
-        run(pool=pool, policy="as", states=mamba_pool)
-    mamba_pool.replayssm_write_pos = torch.zeros(4)
+        run(pool, "as", states=states)
+    states.replayssm_write_pos = torch.zeros(4)
     with pytest.raises(UnsupportedError, match="kept with replayssm_write_pos"):
-        run(pool=pool, policy="as", states=mamba_pool)
+        run(pool, "as", states=states)
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(2, 16), (1, 24), (3, 40)])
 def test_pools_of_drafts(heads: int, dim: int) -> None:
     """As they are whatever their shape, also beside layers in few bits."""
-
-    def drafts(kind: type[MHATokenToKVPool], dtype: torch.dtype = torch.bfloat16) -> Any:
-        return kind(300, 1, dtype, heads, dim, 2, "cpu", enable_memory_saver=False)
-
     for policy in ("as", "impress"):
-        run(policy=policy, draft=drafts(MHATokenToKVPool))
-        run(policy=policy, draft=drafts(MHATokenToKVPool, torch.float8_e5m2))
-    for kind in (Scaled, Shifted, Copied):
-        with pytest.raises(UnsupportedError, match="layer 0"):
-            run(policy="as", draft=drafts(kind))
+        for dtype in (torch.bfloat16, torch.float8_e5m2):
+            run(plain(), policy, plain(dtype, heads=heads, dim=dim))
 
 
 class Scaled(MHATokenToKVPool):
@@ -229,15 +215,17 @@ class Copied(MHATokenToKVPool):
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [
-        (Scaled, "keys of layer 0"),
-        (Shifted, "of layer 0"),
-        (Copied, "values of layer 0"),
-    ],
+    [(Scaled, "keys of layer"), (Shifted, "of layer"), (Copied, "values of layer")],
 )
 def test_pools_that_keep_kvs_otherwise(kind: type[MHATokenToKVPool], words: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"do not come back .*{words}"):
-        run(kind)
+    """All layers, those with windows, and those of drafts."""
+    for pool, policy, draft, layer in (
+        (plain(kind=kind), "impress", None, 0),
+        (windows(swa_kv_pool_class=kind), "as", None, 1),
+        (plain(), "as", plain(kind=kind), 0),
+    ):
+        with pytest.raises(UnsupportedError, match=f"do not come back .*{words} {layer}"):
+            run(pool, policy, draft)
 
 
 @pytest.mark.parametrize(
@@ -254,4 +242,4 @@ def test_code_that_is_broken(
     """In a build for another machine, say."""
     monkeypatch.setattr(module, name, broken)
     with pytest.raises(UnsupportedError, match=words):
-        run()
+        run(plain())
