@@ -211,8 +211,8 @@ def runner(model: torch.nn.Module, pool: Any = None) -> Any:
     return SimpleNamespace(model=model, token_to_kv_pool=pool or make_pool(), model_config=config)
 
 
-def make_pool(**changed: Any) -> MHATokenToKVPool:
-    pool = MHATokenToKVPool(64, 1, torch.float32, 2, 16, 2, "cpu", enable_memory_saver=False)
+def make_pool(dtype: Any = torch.float32, dim: int = 16, **changed: Any) -> MHATokenToKVPool:
+    pool = MHATokenToKVPool(64, 1, dtype, 2, dim, 2, "cpu", enable_memory_saver=False)
     for name, value in changed.items():
         setattr(pool, name, value)
     return pool
@@ -227,7 +227,6 @@ def test_media_without_tokens_of_their_own() -> None:
 
 def test_plain_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those of a release that adds an attribute to all of them."""
-    check_layers(runner(Layers()))
     model = Layers()
     model.layers[1].logit_cap = 0
     check_layers(runner(model))
@@ -300,7 +299,7 @@ def test_changed_pool(changed: dict[str, Any], word: str) -> None:
 )
 def test_kvs_that_are_not_coded(dtype: torch.dtype, dim: int, why: str) -> None:
     """By default they are exact; who names codes is told why there are none."""
-    pool = MHATokenToKVPool(64, 1, dtype, 2, dim, 2, "cpu", enable_memory_saver=False)
+    pool = make_pool(dtype, dim)
     config = ImpressConfig()
     policy, others = make_policy(config), runner(Layers())
     assert kv_shape(others, policy, config).code_bits == config.code_bits
@@ -317,7 +316,7 @@ def test_kvs_that_are_not_coded(dtype: torch.dtype, dim: int, why: str) -> None:
 def test_dtypes_and_scales_of_kvs_are_part_of_the_identity() -> None:
     """And where there are scales, the backends: they differ in whether they divide by them."""
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float32):
-        pool = MHATokenToKVPool(64, 1, dtype, 2, 16, 2, "cpu", enable_memory_saver=False)
+        pool = make_pool(dtype)
         usual = _scaling(runner(Layers(), pool))
         assert usual.get("kv_dtype", "torch.float32") == str(dtype)
         model = Layers()

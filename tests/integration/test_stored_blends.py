@@ -102,9 +102,8 @@ def test_a_block_is_computed_between_two_passes(
     told = told_of(req)
     assert told["why"]["reason"] == "blended" and told["blended_tokens"] == job.parts[1]
     assert told["path"] == "ssd" and told["approximate"] and told["bits"] == 6.0
-    assert told["tokens"]["blended"] == job.parts[1]
-    assert told["tokens"]["computed"] == len(PROMPT) - job.parts[1]
-    assert sum(told["tokens"].values()) == len(PROMPT)
+    tokens = {source: count for source, count in told["tokens"].items() if count}
+    assert tokens == {"blended": job.parts[1], "computed": len(PROMPT) - job.parts[1]}
     world.compute(req)
     world.end(req)
     assert world.service.estimator.blending.observations == 1

@@ -117,38 +117,17 @@ def test_released_weights_are_not_read(world: World) -> None:
 
 
 def test_identity_that_cannot_be_computed(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """The server goes on without the store, and asks again at the next flush."""
+    """The server goes on without the store, and asks again at the next flush, which also notices
+    other weights that nobody told of."""
     world.weights = "unreadable"
     assert world.flush()
     assert world.service.suspended == "no identity" and world.stored(STORED) == 0
     assert "the next flush tries again" in caplog.text
     assert world.cache.summary()["suspended"] == "no identity"
-    world.weights = OLD
-    assert world.flush()
-    assert world.service.suspended is None and world.stored(STORED) == TOKENS
-
-
-def test_store_that_cannot_be_opened(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """There is a file in its place; without a store all else goes on.
-
-    Nobody tells of these weights: a flush notices them.
-    """
-    world.weights = NEW
-    place = world.service.config.ssd_path / NEW
-    place.touch()
-    for _ in range(2):
-        caplog.clear()
-        assert world.flush() and not world.used()
-        assert world.service.suspended == "not opened"
-        world.poll()
-        assert caplog.text.count("the next flush tries again") == 1
-    # The first weights again: their store was closed.
-    world.weights = OLD
-    assert world.flush()
-    assert world.used() and world.stored(STORED) == TOKENS
-    place.unlink()
-    world.weights = NEW
-    assert world.flush() and world.used() and world.service.identity == NEW
+    for weights, stored in ((OLD, TOKENS), (NEW, 0)):
+        world.weights = weights
+        assert world.flush() and world.used()
+        assert world.service.identity == weights and world.stored(STORED) == stored
 
 
 def test_what_names_a_model() -> None:

@@ -71,14 +71,11 @@ class Pool:
 
     start_layer = 0
 
-    def __init__(self, shape: KVShape, size: int, fill: float = math.nan, device: str = "cpu"):
-        def buffers(dim: int) -> list[Tensor]:
-            sizes, options = (size, shape.num_kv_heads, dim), {"dtype": shape.dtype}
-            return [
-                torch.full(sizes, fill, device=device, **options) for _ in range(shape.num_layers)
-            ]
-
-        self.keys, self.values = buffers(shape.key_dim), buffers(shape.value_dim)
+    def __init__(self, shape: KVShape, size: int) -> None:
+        self.keys, self.values = (
+            [*torch.full((shape.num_layers, size, shape.num_kv_heads, dim), math.nan)]
+            for dim in (shape.key_dim, shape.value_dim)
+        )
         self.paused = False
         self.reading, self.go_on = threading.Event(), threading.Event()
         self.go_on.set()

@@ -108,22 +108,12 @@ class World(TreeWorld):
 
     def call(self, handler: str, **fields: Any) -> Any:
         """Send a message of SGLang."""
-        request = {
-            "tags": None,
-            "selector": "all",
-            "flush_cache": True,
-            "model_path": NEW,
-            "load_format": None,
-            "recapture_cuda_graph": False,
-            "weight_version": None,
-            "torch_empty_cache": False,
-            "allow_quant_error": False,
-            "skip_tensor_list": None,
-        }
-        updater, message = self.scheduler.weight_updater, SimpleNamespace(**(request | fields))
-        return around_handler(
-            getattr(updater, handler), self.scheduler, self.cache.weights, message
-        )
+        unset = "tags load_format recapture_cuda_graph weight_version torch_empty_cache"
+        usual = dict.fromkeys([*unset.split(), "allow_quant_error", "skip_tensor_list"])
+        usual |= {"selector": "all", "flush_cache": True, "model_path": NEW}
+        message: Any = SimpleNamespace(**(usual | fields))
+        original = getattr(self.scheduler.weight_updater, handler)
+        return around_handler(original, self.scheduler, self.cache.weights, message)
 
     def told(self, verb: str, input_ids: list[int] | None = None, **fields: Any) -> Any:
         """The answer to an admin request that came by SGLang's way."""
