@@ -62,23 +62,23 @@ def test_blocks_are_taken_from_where_they_are(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(torch.stack([places[tier][frame] for tier, frame in wanted]), right)
 
 
-ONE, CUT = [Part(130)], [Part(70, 41), Part(64), Part(70, 0, 57)]
+PREFIXES = {"one": [Part(130)], "several": [Part(70, 41), Part(64), Part(70, 0, 57)]}
 # In pages of the first there is no padding, in 5 bits.
 SMALL, LARGE = (64, 24), (80, 48)
 
 
 @pytest.mark.parametrize(
-    ("parts", "dims", "dtype", "bits", "pages"),
+    ("name", "dims", "dtype", "bits", "pages"),
     [
-        (ONE, LARGE, torch.bfloat16, 6, (40, 60)),
-        (CUT, LARGE, torch.float32, 5, (9, 13)),
-        (ONE, SMALL, torch.bfloat16, 5, (0, 0)),
-        (CUT, SMALL, torch.bfloat16, 6, (0, 0)),
-        (CUT, SMALL, torch.float16, 5, (0, 400)),
+        ("one", LARGE, torch.bfloat16, 6, (40, 60)),
+        ("several", LARGE, torch.float32, 5, (9, 13)),
+        ("one", SMALL, torch.bfloat16, 5, (0, 0)),
+        ("several", SMALL, torch.bfloat16, 6, (0, 0)),
+        ("several", SMALL, torch.float16, 5, (0, 400)),
     ],
 )
 def test_slots_get_what_codes_say_from_the_same_places(
-    parts: list[Part],
+    name: str,
     dims: tuple[int, int],
     dtype: torch.dtype,
     bits: int,
@@ -94,7 +94,7 @@ def test_slots_get_what_codes_say_from_the_same_places(
     stats = []
     for kernels, folder in both_ways(tmp_path, monkeypatch):
         caches = {"device_pages": pages[0], "host_pages": pages[1]}
-        case = CodedCase(folder, parts, reader, shape, **caches)
+        case = CodedCase(folder, PREFIXES[name], reader, shape, **caches)
         for _ in range(3):
             case.request()
             case.load(0, kernels=kernels)
