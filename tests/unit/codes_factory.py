@@ -54,11 +54,6 @@ def in_codes(kvs: Sequence[Tensor], rate: int, start: int = 0) -> list[Tensor]:
     return [torch.cat([exact, coded[len(exact) :]]) for exact, coded in rows]
 
 
-def rounded(sequence: kv.SequenceKVs, layer: int, start: int = 0) -> list[Tensor]:
-    """What the tokens from `start` on are in six bits."""
-    return in_codes(sequence.read_from(start)(layer), 6, start)
-
-
 def random_kv(num_tokens: int, heads: int = 2, dim: int = 8, seed: int = 1) -> Tensor:
     """Rows with an offset and a scale of their own in each channel, as keys have them."""
     generator = torch.Generator().manual_seed(seed)

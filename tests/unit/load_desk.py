@@ -21,7 +21,7 @@ from impress_sglang.transfer.codecs import Codec
 from impress_sglang.transfer.filling import StoredLayers
 from tests.faults import Faults, FaultyFileSystem
 from tests.unit import kv_factory as kv
-from tests.unit.codes_factory import rounded
+from tests.unit.codes_factory import in_codes
 from tests.unit.reading import Pools
 from tests.unit.store_factory import Workbench, look_up
 from tests.unit.waiting import wait_until
@@ -116,8 +116,8 @@ class Desk:
             parts, start = [], 0
             for span in job.match.spans:
                 whole = (*tokens[:start], *span.segment.info.tokens.tolist())
-                kvs = kv.SequenceKVs(self.shape, "", whole)
-                rows = kvs.read_from(start)(layer) if exact else rounded(kvs, layer, start)
+                rows = kv.SequenceKVs(self.shape, "", whole).read_from(start)(layer)
+                rows = rows if exact else in_codes(rows, 6, start)
                 parts.append([of_segment[: len(span)] for of_segment in rows])
                 start += len(span)
             for pool, rows in zip(self.pools(layer), zip(*parts, strict=True), strict=True):

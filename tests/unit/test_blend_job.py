@@ -28,7 +28,7 @@ from impress_sglang.store.policies import LoadOptions, make_policy
 from impress_sglang.transfer.basis_codec import shape_by
 from impress_sglang.transfer.sources import WholeSource
 from tests.unit import load_desk
-from tests.unit.codes_factory import codec_for, rounded
+from tests.unit.codes_factory import codec_for, in_codes
 from tests.unit.kv_factory import SequenceKVs, as_tokens, make_shape
 from tests.unit.load_desk import desks_in
 from tests.unit.reading import EMPTY
@@ -319,7 +319,8 @@ def test_what_comes_into_slots(make: Make, block: int, resident: int) -> None:
 
     for layer in range(SHAPE.num_layers):
         of_first, of_second = (
-            rounded(SequenceKVs(SHAPE, "", tuple(tokens)), layer) for tokens in (first, second)
+            in_codes(SequenceKVs(SHAPE, "", tuple(tokens)).read_from(0)(layer), 6)
+            for tokens in (first, second)
         )
         stored = [(of_first, 0), (of_first, 200), (of_first, 401), (of_second, 0)]
         # Document 2 is stored twice; the run that was found says which it is.

@@ -21,13 +21,7 @@ from impress_sglang.loops import rows as loops
 from impress_sglang.loops.jit import compiled
 from impress_sglang.transfer.basis_codec import BasisCodec
 from impress_sglang.transfer.sources import Piece
-from tests.unit.codes_factory import (
-    check_rows,
-    components_of,
-    random_basis,
-    random_rows,
-    turned,
-)
+from tests.unit.codes_factory import check_rows, components_of, random_basis, random_rows, turned
 
 # Mean square errors of the best quantisers of 1 to 5 bits (Max 1960, table 1).
 LEAST_ERRORS = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497, 5: 0.002499}

@@ -13,13 +13,7 @@ from impress_sglang.transfer.basis_codec import BasisCodec
 from impress_sglang.transfer.sources import Piece
 from impress_sglang.triton import groups as group_kernels
 from impress_sglang.triton import rows as row_kernels
-from tests.unit.codes_factory import (
-    check_groups,
-    check_rows,
-    random_basis,
-    random_rows,
-    turned,
-)
+from tests.unit.codes_factory import check_groups, check_rows, random_basis, random_rows, turned
 from tests.unit.triton.conftest import compile_launches
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
