@@ -181,12 +181,10 @@ def test_other_pools_of_a_model(make: Make) -> None:
 
 def test_ranks_share_latent_pages_and_no_others(make: Make) -> None:
     """Of latent KVs HiCache lets the first rank write, which all have; of heads, each."""
-    for kind, is_mla in (("MLA", True), ("MHA", False)):
-        pool = host_pool("layer_first", kind)
-        how = {"tp_size": 2, "is_mla_model": is_mla}
-        first = make(pool, tp_rank=0, **how)
-        first.batch_set_v1(HASHES[:2], slots(0, 1))
-        assert make(pool, tp_rank=1, **how).batch_exists(HASHES) == (2 if is_mla else 0)
+    for kind, shared in (("MLA", 2), ("MHA", 0)):
+        pool, how = host_pool("layer_first", kind), {"tp_size": 2, "is_mla_model": kind == "MLA"}
+        make(pool, tp_rank=0, **how).batch_set_v1(HASHES[:2], slots(0, 1))
+        assert make(pool, tp_rank=1, **how).batch_exists(HASHES) == shared
 
 
 def test_pages_are_set_aside_while_weights_change(
