@@ -40,10 +40,6 @@ def pin(store: PrefixStore, tokens: Any, namespace: str = "") -> str | None:
     return store.pins.pin(store.namespace(namespace), as_tokens(tokens))
 
 
-def unpin(store: PrefixStore, tokens: Any, namespace: str = "") -> int:
-    return store.pins.unpin(store.namespace(namespace), as_tokens(tokens))
-
-
 def steps_of(purge: Purge, store: PrefixStore, most: int = 64) -> list[Counter[str]]:
     steps = []
     while purge.left:
@@ -80,7 +76,7 @@ def test_all_that_a_pinned_prefix_builds_on_stays_after_a_restart_as_well(bench:
     store = bench.reopen(store, ssd_gb=gb(8 * bench.one))
     bench.put_all(store, *range(50, 62))
     check_rows(store, prompt(1, 16), namespace="salt")
-    assert unpin(store, prompt(1, 16), "salt") == 1
+    assert store.pins.unpin(store.namespace("salt"), as_tokens(prompt(1, 16))) == 1
     assert not len(bench.reopen(store).pins)
 
 
