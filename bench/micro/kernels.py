@@ -155,7 +155,7 @@ def by_a_basis(args: argparse.Namespace, watch: Watch, device: torch.device) -> 
     rotation = KeyRotation(lambda _: torch.cat([angles.cos(), angles.sin()], 1), halves=True)
     codec = BasisCodec(basis, rotation, kernels=True)
     places = torch.arange(m)
-    turns = rotation.turns(torch.zeros_like(places), places).to(device)
+    turns = rotation.factors(torch.zeros_like(places), places).to(device)
     codes_of_rows = torch.randint(0, 256, (m, len(bits))) % 2 ** torch.tensor(bits)
     gains = torch.randint(4, 21, (m, GAINS))
     rows = basis.layouts[1].pack(codes_of_rows.byte(), gains.byte()).to(device)

@@ -120,7 +120,7 @@ class Reader:
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="noting"
         ).eval()
-        self._turner, self._bases = Prompts(self.model), bases
+        self._prompts, self._bases = Prompts(self.model), bases
         # Of each layer of the last pass, those of its last tokens, [Hq, n, D].
         self._queries: list[Tensor] = []
         self._sizes = 0, 0, 0
@@ -142,9 +142,9 @@ class Reader:
     def rounded(self, rule: Rule, kvs: KVs, energies: Sequence[Tensor]) -> KVs:
         """What KVs of a prefix are restored to by a rule; sinks are exact."""
         if rule.kind == "basis":
-            turned = [(self._turner.turned(keys, back=True), values) for keys, values in kvs]
-            found = coded_kvs(self._bases[rule.bits], turned)
-            return [(self._turner.turned(keys, back=False), values) for keys, values in found]
+            rotated = [(self._prompts.rotated(keys, back=True), values) for keys, values in kvs]
+            found = coded_kvs(self._bases[rule.bits], rotated)
+            return [(self._prompts.rotated(keys, back=False), values) for keys, values in found]
         found, bits = [], int(rule.bits)
         for (keys, values), energy in zip(kvs, energies, strict=True):
             layout = GroupLayout(*keys.shape[1:], values.shape[2], bits)

@@ -150,7 +150,7 @@ class BlendJob(LoadJob):
             return slots, None
         shift = torch.cat([torch.full((len(run),), run.shift) for run in runs])
         moving = shift.nonzero().flatten()
-        turns = self.rotation.turns((new - shift)[moving], new[moving])
+        turns = self.rotation.factors((new - shift)[moving], new[moving])
         moved = slots[moving.to(slots.device)]
 
         def turn(keys: Tensor) -> None:

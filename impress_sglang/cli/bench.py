@@ -21,9 +21,9 @@ from impress_sglang.cli import CommandError, Unreachable
 from impress_sglang.cli.server import Server
 
 QUESTION_TOKENS = 16
-LEFT_FOR_S = 3600
-WRITTEN_IN_S = 60.0
-LOOK_S = 0.1
+TTL_S = 3600
+WRITE_TIMEOUT_S = 60.0
+POLL_S = 0.1
 # Token ids that every vocabulary has.
 _IDS = range(3, 256)
 _BLOCK_TOKENS = 64
@@ -42,18 +42,18 @@ def measure(
     """
     if min(prefixes, clients) < 1 or tokens < 2 * _BLOCK_TOKENS:
         raise CommandError(f"there must be a prefix, of {2 * _BLOCK_TOKENS} tokens, and a client")
-    wanted = prefixes * tokens
-    ids = random.choices(_IDS, k=wanted) if text is None else server.tokenize(text)
-    if len(ids) < wanted:
-        raise CommandError(f"the text has {len(ids):,} tokens, and {wanted:,} are needed")
-    parts = [ids[start : start + tokens] for start in range(0, wanted, tokens)]
+    num_tokens = prefixes * tokens
+    ids = random.choices(_IDS, k=num_tokens) if text is None else server.tokenize(text)
+    if len(ids) < num_tokens:
+        raise CommandError(f"the text has {len(ids):,} tokens, and {num_tokens:,} are needed")
+    parts = [ids[start : start + tokens] for start in range(0, num_tokens, tokens)]
     salt = f"impress-bench-{random.randbytes(8).hex()}"
     ways = (_COMPUTED, _STORED, _POOL, _LOADED, _DECLINED, _MISSED)
     answers: _Answers = {way: [] for way in ways}
     with _removing(server, salt):
         # The first request may be slow for other reasons and does not count.
         _ask(server, parts[0], f"{salt}-first", store=False)
-        for way, own_salt, store in (
+        for way, namespace, store in (
             (_COMPUTED, f"{salt}-computed", False),
             (_STORED, salt, True),
             (_POOL, salt, False),
@@ -61,9 +61,9 @@ def measure(
         ):
             if way == _LOADED:
                 server.flush()
-            for seconds, report in _ask_all(server, parts, own_salt, clients, store=store):
-                found = way if way in (_COMPUTED, _STORED) else _way_of(report)
-                answers[found].append((seconds, report))
+            for seconds, report in _ask_all(server, parts, namespace, clients, store=store):
+                answered = way if way in (_COMPUTED, _STORED) else _way_of(report)
+                answers[answered].append((seconds, report))
             if way == _STORED:
                 _wait_until_written(server, parts, salt)
         drive = (server.stats()["store"] or {}).get("read_mbps")
@@ -77,7 +77,7 @@ def _ask(server: Server, prefix: list[int], salt: str, *, store: bool) -> tuple[
     """Send a prompt; return the seconds until its first token, and its report."""
     custom: dict[str, Any] = {"impress_store": store}
     if store:
-        custom["impress_ttl"] = LEFT_FOR_S
+        custom["impress_ttl"] = TTL_S
     tokens = prefix + random.choices(_IDS, k=QUESTION_TOKENS)
     sampling = {"temperature": 0, "max_new_tokens": 1, "custom_params": custom}
     began = time.perf_counter()
@@ -97,13 +97,13 @@ def _ask_all(
 
 
 def _wait_until_written(server: Server, prefixes: Sequence[list[int]], salt: str) -> None:
-    give_up = time.monotonic() + WRITTEN_IN_S
+    give_up = time.monotonic() + WRITE_TIMEOUT_S
     for prefix in prefixes:
         place = {"input_ids": prefix, "cache_salt": salt}
         while server.order("why", place)["why"]["reason"] == "being_written":
             if time.monotonic() > give_up:
-                raise Unreachable(f"prefixes are not written within {WRITTEN_IN_S:g} s")
-            time.sleep(LOOK_S)
+                raise Unreachable(f"prefixes are not written within {WRITE_TIMEOUT_S:g} s")
+            time.sleep(POLL_S)
 
 
 def _median(answers: Sequence[tuple[float, Any]]) -> float:
@@ -119,12 +119,12 @@ def _row(
     """
     seconds, median = sorted(seconds for seconds, _ in answers), _median(answers)
     bits = [report["bits_mean"] for _, report in answers if report["bits_mean"]]
-    late = seconds[min(len(seconds) * 95 // 100, len(seconds) - 1)]
+    p95 = seconds[min(len(seconds) * 95 // 100, len(seconds) - 1)]
     return {
         "way": way,
         "requests": len(answers),
         "ttft_ms": round(median * 1e3, 1),
-        "p95_ms": round(late * 1e3, 1),
+        "p95_ms": round(p95 * 1e3, 1),
         "tokens_per_s": round(rate * len(answers) / sum(seconds)),
         "read_mb": round(statistics.mean(report["ssd_bytes"] for _, report in answers) / 1e6, 2),
         "bits": round(statistics.mean(bits), 2) if bits else None,
@@ -133,18 +133,18 @@ def _row(
 
 
 def _conclusion(answers: _Answers, drive: int | None) -> str:
-    drive_says = f"the drive reads {drive or 0:,} MB/s as far as the server knows"
+    drive_speed = f"the drive reads {drive or 0:,} MB/s as far as the server knows"
     if answers[_LOADED]:
         loaded, computed = _median(answers[_LOADED]), _median(answers[_COMPUTED])
         verdict = "pays" if loaded < computed else "does not pay"
         return (
             f"The store {verdict} here: the first token takes {loaded * 1e3:.0f} ms with a "
             f"loaded prefix and {computed * 1e3:.0f} ms without ({computed / loaded:.2f}x); "
-            f"{drive_says}."
+            f"{drive_speed}."
         )
     for _, report in (*answers[_DECLINED], *answers[_MISSED]):
         text = (report["why"] or {}).get("text", "it does not say why")
-        return f"Nothing was loaded, for the server says: {text}; {drive_says}."
+        return f"Nothing was loaded, for the server says: {text}; {drive_speed}."
     return "Loading was not measured: all is in SGLang's pool. --flush empties that, for all."
 
 
@@ -159,16 +159,16 @@ def _removing(server: Server, salt: str) -> Iterator[None]:
     """Purge the prefixes at the end, also after SIGTERM, and print that."""
     with contextlib.ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
-            before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-            stack.callback(signal.signal, signal.SIGTERM, before)
+            handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
+            stack.callback(signal.signal, signal.SIGTERM, handler)
         try:
             yield
         finally:
             try:
                 salts = (salt, f"{salt}-computed", f"{salt}-first")
-                gone = [server.order("purge", {"cache_salt": salt})["segments"] for salt in salts]
-                told = f"removed what was stored: {sum(gone)} segments"
+                counts = [server.order("purge", {"cache_salt": salt})["segments"] for salt in salts]
+                message = f"removed what was stored: {sum(counts)} segments"
             except (CommandError, Unreachable) as error:
                 purge = f"impress purge --cache-salt {salt}"
-                told = f"what was stored stays for {LEFT_FOR_S} s ({error}): {purge}"
-            print(f"impress: {told}", file=sys.stderr)
+                message = f"what was stored stays for {TTL_S} s ({error}): {purge}"
+            print(f"impress: {message}", file=sys.stderr)

@@ -27,14 +27,14 @@ from impress_sglang.codes.rows.fit import SINK_TOKENS, Fit, Moments
 from impress_sglang.store.identity import weights_digest
 
 # Share of a prompt, its last part, on whose predictions errors are evaluated.
-_JUDGED_SHARE = 0.25
-_LEAST_TOKENS = 64
+_EVALUATED_SHARE = 0.25
+_MIN_TOKENS = 64
 _SEED = 1
 # Gradients per prompt, each for other tokens that the model samples.
 _DRAWS = 4
 # Largest difference between keys of equal tokens in the first layer, rotated back, as a share of
 # the largest key.
-_TURNED_ERROR = 1e-2
+_MAX_ROTATION_ERROR = 1e-2
 _BITS = 16
 # Keys, rotated back to position 0, and values of each layer, both [t, G, D].
 KVs = list[tuple[Tensor, Tensor]]
@@ -56,7 +56,7 @@ def calibrate(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-        loaded = AutoModelForCausalLM.from_pretrained(
+        causal_model = AutoModelForCausalLM.from_pretrained(
             model, local_files_only=True, dtype=torch.float32
         )
     except (OSError, ValueError) as error:
@@ -66,21 +66,21 @@ def calibrate(
         for kind, text in contents.items()
     }
     begin = time.monotonic()
-    found: dict[str, Any] = {"basis": str(out)}
-    for bases in calibrated(Prompts(loaded.to(device).eval()), ids, tp_sizes):
+    result: dict[str, Any] = {"basis": str(out)}
+    for bases in calibrated(Prompts(causal_model.to(device).eval()), ids, tp_sizes):
         for basis in bases:
             basis.save(out)
-        found |= {f"tp_{len(bases)}": _told(bases)} if len(bases) > 1 else _told(bases)
-    return found | {"seconds": round(time.monotonic() - begin)}
+        result |= {f"tp_{len(bases)}": _figures_of(bases)} if len(bases) > 1 else _figures_of(bases)
+    return result | {"seconds": round(time.monotonic() - begin)}
 
 
 def calibrated(
     prompts: Prompts, ids: Mapping[str, Sequence[int]], tp_sizes: Sequence[int] = (1,)
 ) -> list[list[Basis]]:
     """Fit bases with all `RATES` to the tokens of each kind of text; a list of ranks per size."""
-    short = [kind for kind, tokens in ids.items() if len(tokens) < 2 * _LEAST_TOKENS]
+    short = [kind for kind, tokens in ids.items() if len(tokens) < 2 * _MIN_TOKENS]
     if short:
-        raise CommandError(f"texts with fewer than {2 * _LEAST_TOKENS} tokens: {', '.join(short)}")
+        raise CommandError(f"texts with fewer than {2 * _MIN_TOKENS} tokens: {', '.join(short)}")
     heads = prompts.num_kv_heads
     for size in tp_sizes:
         # If there are more ranks than heads, several ranks have the same head.
@@ -105,7 +105,7 @@ def calibrated(
         lost: dict[str, dict[str, float]] = {f"{rate:g}": {} for rate in RATES}
         for kind, tokens in second.items():
             for rate in RATES:
-                _tell(f"judging {kind} in the place of {rate:g} bits, --tp-size {size}")
+                _log(f"judging {kind} in the place of {rate:g} bits, --tp-size {size}")
                 loss = prompts.divergence(tokens, [basis.keeping(rate) for basis in bases])
                 lost[f"{rate:g}"][kind] = round(loss, 6)
         notes = {
@@ -118,21 +118,21 @@ def calibrated(
     return list(whole.values())
 
 
-def _told(bases: Sequence[Basis]) -> dict[str, Any]:
+def _figures_of(bases: Sequence[Basis]) -> dict[str, Any]:
     """Return the reported figures of the bases of all ranks, for each rate."""
     features = sum(heads * dim for basis in bases for heads, dim in basis.shapes)
-    exact, found = features * bases[0].num_layers * _BITS / 8, {}
+    exact, figures = features * bases[0].num_layers * _BITS / 8, {}
     for keeps in RATES:
         kept = [basis.keeping(keeps) for basis in bases]
         size = sum(basis.token_bytes for basis in kept)
-        found[f"bits_{keeps:g}"] = {
+        figures[f"bits_{keeps:g}"] = {
             "digest": " ".join(basis.digest for basis in kept),
             "rate": round(sum(basis.rate for basis in kept) / len(kept), 3),
             "token_bytes": size,
             "share": round(size / exact, 4),
             "kl": bases[0].notes["kl"][f"{keeps:g}"],
         }
-    return found
+    return figures
 
 
 class _Sample:
@@ -151,32 +151,32 @@ class _Sample:
 
     def read(self, ids: Mapping[str, Sequence[int]]) -> None:
         for kind, prompt in ids.items():
-            _tell(f"reading {kind}")
+            _log(f"reading {kind}")
             kvs, draws = self._prompts.gradients(prompt)
             self.moments.add(kvs)
             layers = range(len(kvs))
-            found = [[_products([draw[i][j] for draw in draws]) for j in range(2)] for i in layers]
-            sizes = [matrix.diagonal(dim1=1, dim2=2).sum() for layer in found for matrix in layer]
+            costs = [[_products([draw[i][j] for draw in draws]) for j in range(2)] for i in layers]
+            sizes = [matrix.diagonal(dim1=1, dim2=2).sum() for layer in costs for matrix in layer]
             size = torch.stack(sizes).log2().mean().exp2()
             if not self._metric:
-                self._metric = [[torch.zeros_like(matrix) for matrix in layer] for layer in found]
-            for sums, layer in zip(self._metric, found, strict=True):
-                for to, matrix in zip(sums, layer, strict=True):
-                    to += matrix / size
+                self._metric = [[torch.zeros_like(matrix) for matrix in layer] for layer in costs]
+            for sums, layer in zip(self._metric, costs, strict=True):
+                for total, matrix in zip(sums, layer, strict=True):
+                    total += matrix / size
 
     def bases(self, sizes: Sequence[int], model: str = "") -> dict[int, list[Basis]]:
         """Fit a basis for each rank of each size, all as good as the basis for all heads."""
         metric, heads = self._metric, self.moments.shapes[0][0]
         whole = Fit(self.moments, metric)
-        least, found = whole.thresholds(RATES), dict[int, list[Basis]]()
+        thresholds, bases = whole.thresholds(RATES), dict[int, list[Basis]]()
         for ranks in sizes:
-            found[ranks], count = [], heads // ranks
+            bases[ranks], count = [], heads // ranks
             for rank in range(ranks):
                 heads_of_rank = slice(rank * count, (rank + 1) * count)
-                costs = [[of[heads_of_rank] for of in layer] for layer in metric]
+                costs = [[matrices[heads_of_rank] for matrices in layer] for layer in metric]
                 solved = whole if ranks == 1 else Fit(self.moments.of_heads(heads_of_rank), costs)
-                found[ranks].append(solved.basis(least, model=model, part=(rank, ranks)))
-        return found
+                bases[ranks].append(solved.basis(thresholds, model=model, part=(rank, ranks)))
+        return bases
 
 
 class Prompts:
@@ -190,14 +190,14 @@ class Prompts:
         """
         self._model = model
         self._generator = torch.Generator(model.device).manual_seed(_SEED)
-        found = [module for name, module in model.named_modules() if name.endswith("rotary_emb")]
-        if not found:
+        rotary = [module for name, module in model.named_modules() if name.endswith("rotary_emb")]
+        if not rotary:
             raise CommandError(f"{type(model).__name__} has no rotary embeddings")
 
         @torch.no_grad()
         def table(positions: int) -> Tensor:
-            place = torch.arange(positions, device=model.device)[None]
-            cos, sin = found[0](torch.zeros(1, device=model.device), place)
+            ids = torch.arange(positions, device=model.device)[None]
+            cos, sin = rotary[0](torch.zeros(1, device=model.device), ids)
             half = cos.shape[-1] // 2
             return torch.cat([cos[0, :, :half], sin[0, :, :half]], -1)
 
@@ -219,21 +219,21 @@ class Prompts:
         KVs are [t, G, D]. Each of several gradients is that of the log-probability of tokens that
         the model samples in the last part.
         """
-        held = _held(ids)
-        keys, values = self._prefix(ids[:held])
+        cut = _prefix_length(ids)
+        keys, values = self._prefix(ids[:cut])
         leaves = [tensor.requires_grad_() for tensor in (*keys, *values)]
         with torch.enable_grad():
-            logits, after = self._follow(keys, values, ids[held:])
+            logits, after = self._follow(keys, values, ids[cut:])
             logp = logits.log_softmax(-1)
             slopes = []
             for draw in range(_DRAWS):
-                drawn = torch.multinomial(logp.detach().exp(), 1, generator=self._generator)
-                told, more = logp.gather(1, drawn).sum(), draw < _DRAWS - 1
-                slopes.append(torch.autograd.grad(told, leaves, retain_graph=more))
+                sampled = torch.multinomial(logp.detach().exp(), 1, generator=self._generator)
+                sampled_logp, keep_graph = logp.gather(1, sampled).sum(), draw < _DRAWS - 1
+                slopes.append(torch.autograd.grad(sampled_logp, leaves, retain_graph=keep_graph))
         layers = len(keys)
         kvs = [(layer.keys.detach(), layer.values.detach()) for layer in after.layers]
-        return self._unturned(kvs, ids), [
-            self._unturned(zip(slope[:layers], slope[layers:], strict=True)) for slope in slopes
+        return self._rotated_back(kvs, ids), [
+            self._rotated_back(zip(slope[:layers], slope[layers:], strict=True)) for slope in slopes
         ]
 
     @torch.no_grad()
@@ -242,10 +242,10 @@ class Prompts:
 
         `bases`: of all ranks, in order.
         """
-        held = _held(ids)
-        keys, values = self._prefix(ids[:held])
-        exact = self._follow(keys, values, ids[held:])[0].log_softmax(-1)
-        kvs, begin, parts = self._unturned(zip(keys, values, strict=True)), 0, []
+        cut = _prefix_length(ids)
+        keys, values = self._prefix(ids[:cut])
+        exact = self._follow(keys, values, ids[cut:])[0].log_softmax(-1)
+        kvs, begin, parts = self._rotated_back(zip(keys, values, strict=True)), 0, []
         for basis in bases:
             heads = slice(begin, begin := begin + basis.shapes[0][0])
             parts.append(coded_kvs(basis, [(k[:, heads], v[:, heads]) for k, v in kvs]))
@@ -253,10 +253,10 @@ class Prompts:
             [torch.cat(part, 1) for part in zip(*layer, strict=True)]
             for layer in zip(*parts, strict=True)
         ]
-        turned = [self.turned(k, back=False).transpose(0, 1)[None] for k, _ in coded]
+        rotated = [self.rotated(k, back=False).transpose(0, 1)[None] for k, _ in coded]
         plain = [v.transpose(0, 1)[None] for _, v in coded]
-        found = self._follow(turned, plain, ids[held:])[0].log_softmax(-1)
-        return float((exact.exp() * (exact - found)).sum(-1).mean())
+        logp = self._follow(rotated, plain, ids[cut:])[0].log_softmax(-1)
+        return float((exact.exp() * (exact - logp)).sum(-1).mean())
 
     @torch.no_grad()
     def _prefix(self, ids: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
@@ -273,38 +273,38 @@ class Prompts:
         from transformers import DynamicCache
 
         cache = DynamicCache()
-        for layer, (own_keys, own_values) in enumerate(zip(keys, values, strict=True)):
-            cache.update(own_keys, own_values, layer)
+        for layer, (layer_keys, layer_values) in enumerate(zip(keys, values, strict=True)):
+            cache.update(layer_keys, layer_values, layer)
         return self._model(self._batch(ids), past_key_values=cache).logits[0].float(), cache
 
     def _batch(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor([list(ids)], device=self._model.device)
 
-    def _unturned(self, layers: Any, ids: Sequence[int] | None = None) -> KVs:
+    def _rotated_back(self, layers: Any, ids: Sequence[int] | None = None) -> KVs:
         """Rotate keys, or their gradients, of layers [1, G, t, D] back to position 0.
 
         Returns them and the values as [t, G, D]. `ids`: check that keys of equal ids are equal.
         """
-        found = [
-            (self.turned(k[0].transpose(0, 1), back=True), v[0].transpose(0, 1)) for k, v in layers
+        kvs = [
+            (self.rotated(k[0].transpose(0, 1), back=True), v[0].transpose(0, 1)) for k, v in layers
         ]
         if ids is not None:
-            keys = found[0][0]
-            same = torch.tensor([ids.index(kind) for kind in ids], device=keys.device)
-            if (keys - keys[same]).abs().max() > _TURNED_ERROR * keys.abs().max():
+            keys = kvs[0][0]
+            first_places = torch.tensor([ids.index(token) for token in ids], device=keys.device)
+            if (keys - keys[first_places]).abs().max() > _MAX_ROTATION_ERROR * keys.abs().max():
                 raise CommandError(f"{type(self._model).__name__} rotates keys in an unknown way")
-        return found
+        return kvs
 
-    def turned(self, keys: Tensor, *, back: bool) -> Tensor:
+    def rotated(self, keys: Tensor, *, back: bool) -> Tensor:
         """Rotate keys [t, G, D] of tokens 0, 1, ... back to position 0, or from there."""
-        place, none = torch.arange(len(keys)), torch.zeros(len(keys), dtype=torch.int64)
-        turns = self._rotation.turns(*((place, none) if back else (none, place)))
-        return self._rotation.move(keys, turns)
+        positions, zeros = torch.arange(len(keys)), torch.zeros(len(keys), dtype=torch.int64)
+        factors = self._rotation.factors(*((positions, zeros) if back else (zeros, positions)))
+        return self._rotation.move(keys, factors)
 
 
 def coded_kvs(basis: Basis, layers: KVs) -> KVs:
     """Code KVs of a prompt and restore them, on their device; its first tokens stay exact."""
-    below, found = None, []
+    below, kvs = None, []
     for layer, exact in enumerate(layers):
         # The coder's loops need a CPU.
         _, below = encode_layer(basis, layer, below, [x.cpu() for x in exact])
@@ -312,8 +312,8 @@ def coded_kvs(basis: Basis, layers: KVs) -> KVs:
             torch.cat([x[:SINK_TOKENS], coded[SINK_TOKENS:].to(x.device)])
             for coded, x in zip(kvs_of(basis, layer, below), exact, strict=True)
         )
-        found.append((keys, values))
-    return found
+        kvs.append((keys, values))
+    return kvs
 
 
 def _products(draws: Sequence[Tensor]) -> Tensor:
@@ -322,14 +322,14 @@ def _products(draws: Sequence[Tensor]) -> Tensor:
     return (heads.mT @ heads).double()
 
 
-def _held(ids: Sequence[int]) -> int:
+def _prefix_length(ids: Sequence[int]) -> int:
     """Return the number of tokens before the last part of a prompt."""
-    return len(ids) - int(len(ids) * _JUDGED_SHARE)
+    return len(ids) - int(len(ids) * _EVALUATED_SHARE)
 
 
 def _read(texts: Sequence[Path]) -> dict[str, str]:
     """Return texts by kind, which is the stem of the file's name."""
-    found: dict[str, str] = {}
+    contents: dict[str, str] = {}
     folder = resources.files("impress_sglang.codes.rows") / "texts"
     bundled: Iterable[Any] = (path for path in folder.iterdir() if path.name.endswith(".txt"))
     for path in texts or sorted(bundled, key=lambda path: path.name):
@@ -338,11 +338,11 @@ def _read(texts: Sequence[Path]) -> dict[str, str]:
         except (OSError, ValueError) as error:
             raise CommandError(f"{path} cannot be read: {error}") from error
         kind = path.name.partition(".")[0]
-        if kind in found:
+        if kind in contents:
             raise CommandError(f"there are two texts named {kind}")
-        found[kind] = text
-    return found
+        contents[kind] = text
+    return contents
 
 
-def _tell(what: str) -> None:
-    print(f"impress: {what}", file=sys.stderr, flush=True)
+def _log(message: str) -> None:
+    print(f"impress: {message}", file=sys.stderr, flush=True)

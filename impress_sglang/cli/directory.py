@@ -45,26 +45,26 @@ _UNBOUNDED_GB = 1e9
 _SHAPE = KVShape(1, 1, 1, 4, 4, torch.float16, ())
 
 Row: TypeAlias = dict[str, Any]
-Which: TypeAlias = Mapping[str, Any]
+Selection: TypeAlias = Mapping[str, Any]
 """The body of an order to a server, or `segment`, the last segment of a prefix."""
 
 
 def stat(root: Path) -> list[Row]:
     """Return the sizes of each store."""
-    found = []
+    rows = []
     for path in stores_in(root):
         with _locked(path):
             sizes, entries = _sizes(path), _entries(path)
             row: Row = {"store": path.name, "segments": len(sizes), "bytes": sum(sizes)}
             row["quarantined"] = len(quarantined_files(FILES, path))
             row["tokens"] = sum(len(segment.info.prompt_tokens) for segment in entries)
-            found.append(row)
-    return found
+            rows.append(row)
+    return rows
 
 
 def ls(root: Path) -> list[Row]:
     """List all segments, store by store, the most recently used first."""
-    found = []
+    rows = []
     for path in stores_in(root):
         with _locked(path):
             entries = _entries(path)
@@ -81,13 +81,13 @@ def ls(root: Path) -> list[Row]:
                 "priority": segment.info.priority.name.lower(),
                 "exact": not segment.info.quality.depth,
             }
-            found.append(row)
-    return found
+            rows.append(row)
+    return rows
 
 
 def verify(root: Path) -> list[Row]:
     """Return damaged files. Reads every file completely, and changes none."""
-    wrong = []
+    damaged = []
     for path in stores_in(root):
         with _locked(path):
             for name, file, finished in segment_files(FILES, path):
@@ -95,8 +95,8 @@ def verify(root: Path) -> list[Row]:
                     if finished:
                         check_file(Path(file))
                 except PrefixUnreadable as error:
-                    wrong.append({"store": path.name, "segment": name, "error": str(error)})
-    return wrong
+                    damaged.append({"store": path.name, "segment": name, "error": str(error)})
+    return damaged
 
 
 def clear(root: Path) -> list[Row]:
@@ -128,44 +128,44 @@ def gc(root: Path) -> list[Row]:
                 for file in quarantined_files(FILES, path):
                     FILES.unlink(file)
             after = _sizes(path, all_files=True)
-        gone = {"files": len(before) - len(after), "bytes": sum(before) - sum(after)}
-        rows.append({"store": path.name, **gone})
+        removed = {"files": len(before) - len(after), "bytes": sum(before) - sum(after)}
+        rows.append({"store": path.name, **removed})
     return rows
 
 
-def order(root: Path, verb: str, which: Which) -> list[Row]:
+def order(root: Path, verb: str, selection: Selection) -> list[Row]:
     """Run `pin`, `unpin` or `purge` in all stores that have the prefix."""
     with contextlib.ExitStack() as stack:
-        found = dict[str, tuple[PrefixStore, Any]]()
+        stores = dict[str, tuple[PrefixStore, Any]]()
         for path in stores_in(root):
             store = stack.enter_context(opened(path))
-            if (place := place_of(store, which)) is not None:
-                found[path.name] = store, place
-        if not found:
-            raise CommandError(f"there is no segment {which['segment']}")
+            if (target := target_of(store, selection)) is not None:
+                stores[path.name] = store, target
+        if not stores:
+            raise CommandError(f"there is no segment {selection['segment']}")
         if verb == "unpin":
-            counts = {name: store.pins.unpin(*place) for name, (store, place) in found.items()}
+            counts = {name: store.pins.unpin(*target) for name, (store, target) in stores.items()}
             return [{"store": name, "unpinned": count} for name, count in counts.items()]
         if verb == "purge":
-            age = which.get("older_than")
-            return [{"store": name, **_purge(*found[name], age)} for name in found]
-        refusals = {name: store.pins.pin(*place) for name, (store, place) in found.items()}
+            age = selection.get("older_than")
+            return [{"store": name, **_purge(*stores[name], age)} for name in stores]
+        refusals = {name: store.pins.pin(*target) for name, (store, target) in stores.items()}
         if None not in refusals.values():
             raise CommandError("; ".join(map(str, refusals.values())))
         pinned = [name for name, refusal in refusals.items() if refusal is None]
-        return [{"store": name, **found[name][0].pins.summary()} for name in pinned]
+        return [{"store": name, **stores[name][0].pins.summary()} for name in pinned]
 
 
 def stores_in(root: Path) -> list[Path]:
     """Return the folders of all stores, one per model, in an `--impress-ssd-dir`."""
     root = root.expanduser()
     try:
-        found = [root / name for name in FILES.list(root) if is_store(FILES, root / name)]
+        stores = [root / name for name in FILES.list(root) if is_store(FILES, root / name)]
     except OSError as error:
         raise Unreachable(f"{root} cannot be read: {error}") from error
-    if not found:
+    if not stores:
         raise Unreachable(f"there is no store in {root}")
-    return found
+    return stores
 
 
 @contextlib.contextmanager
@@ -184,8 +184,8 @@ def opened(path: Path) -> Iterator[PrefixStore]:
         store = PrefixStore(config, directory.identity, _SHAPE, files=FILES, disk=disk)
         with contextlib.closing(store):
             yield store
-    if (found := store.health.summary())["state"] != "ok":
-        raise Unreachable(f"not everything was done, {found['last_failure']}")
+    if (health := store.health.summary())["state"] != "ok":
+        raise Unreachable(f"not everything was done, {health['last_failure']}")
 
 
 @contextlib.contextmanager
@@ -215,35 +215,35 @@ def check_file(path: Path) -> SegmentInfo:
         return segment.info
 
 
-def place_of(store: PrefixStore, which: Which) -> tuple[str | None, Tokens | None] | None:
-    """Return the namespace's name and the tokens, each None for all; None if `which` names a
+def target_of(store: PrefixStore, selection: Selection) -> tuple[str | None, Tokens | None] | None:
+    """Return the namespace's name and the tokens, each None for all; None if `selection` names a
     segment that is not stored here."""
-    if "segment" in which:
-        segment = store.tree.get(which["segment"])
+    if "segment" in selection:
+        segment = store.tree.get(selection["segment"])
         return None if segment is None else (segment.info.namespace, segment.prompt())
-    if "text" in which:
+    if "text" in selection:
         raise CommandError("a directory has no tokenizer: give --ids or --segment")
-    if "all" in which:
+    if "all" in selection:
         return None, None
-    name = store.namespace(namespace_in(which))
-    if "input_ids" in which:
-        ids = which["input_ids"]
+    name = store.namespace(namespace_in(selection))
+    if "input_ids" in selection:
+        ids = selection["input_ids"]
         whole = len(ids) // BLOCK_TOKENS * BLOCK_TOKENS
         if not whole or not all(0 <= token < 2**31 for token in ids):
             raise CommandError(f"a prefix has at least {BLOCK_TOKENS} tokens, ids from 0 to 2^31")
         return name, np.array(ids[:whole], np.int32)
-    if not {"extra_key", "cache_salt"} & which.keys():
+    if not {"extra_key", "cache_salt"} & selection.keys():
         raise CommandError("which prefix? give --ids, --segment, --extra-key or --older-than")
     return name, None
 
 
-def namespace_in(which: Which) -> str:
-    """Return the namespace that `which` names, as plain text."""
-    return namespace_text(*(which.get(name) or None for name in ("extra_key", "cache_salt")))
+def namespace_in(selection: Selection) -> str:
+    """Return the namespace that `selection` names, as plain text."""
+    return namespace_text(*(selection.get(name) or None for name in ("extra_key", "cache_salt")))
 
 
-def _purge(store: PrefixStore, place: Any, age: float | None) -> Row:
-    namespace, tokens = place
+def _purge(store: PrefixStore, target: Any, age: float | None) -> Row:
+    namespace, tokens = target
     purge, counts = Purge(namespace, tokens, age), Counter[str]()
     while purge.left:
         counts += purge.step(store, len(store.tree))
@@ -258,8 +258,8 @@ def _remove(path: Path) -> None:
 def _sizes(path: Path, *, all_files: bool = False) -> list[int]:
     """Return the bytes of each segment file; `all_files` includes files in quarantine."""
     files = (file for _, file, _ in segment_files(FILES, path))
-    aside = quarantined_files(FILES, path) if all_files else ()
-    return [FILES.stat(file).st_size for file in (*files, *aside)]
+    quarantined = quarantined_files(FILES, path) if all_files else ()
+    return [FILES.stat(file).st_size for file in (*files, *quarantined)]
 
 
 def _entries(path: Path) -> list[StoredSegment]:

@@ -23,12 +23,12 @@ from impress_sglang.cli import CommandError, Unreachable
 from impress_sglang.cli.directory import (
     FILES,
     Row,
-    Which,
+    Selection,
     check_file,
     namespace_in,
     opened,
-    place_of,
     stores_in,
+    target_of,
 )
 from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.errors import PrefixUnreadable
@@ -60,8 +60,8 @@ _DAMAGE = (
 )
 
 
-def export(root: Path, which: Which, path: Path, name: str | None) -> Row:
-    """Write the prefixes that `which` names into a new folder; see `directory.place_of`.
+def export(root: Path, selection: Selection, path: Path, name: str | None) -> Row:
+    """Write the prefixes that `selection` names into a new folder; see `directory.target_of`.
 
     Without a prefix, exports the whole namespace; with one, its segments and all that they build
     on. `name`: the store, if there are several.
@@ -74,30 +74,30 @@ def export(root: Path, which: Which, path: Path, name: str | None) -> Row:
     if os.path.lexists(path):
         raise CommandError(f"{path} already exists")
     with opened(stores[name]) as store:
-        chosen = _chosen(store, which)
-        if not chosen:
+        segments = _selected(store, selection)
+        if not segments:
             raise CommandError("nothing of it is stored")
         try:
-            num_bytes = _write(path, namespace_in(which), store, chosen)
+            num_bytes = _write(path, namespace_in(selection), store, segments)
         except PrefixUnreadable as error:
             raise CommandError(f"{error}, so nothing is exported: see impress verify") from error
         except OSError as error:
             raise Unreachable(f"{path} cannot be written: {error}") from error
-    tokens = sum(len(segment.info.prompt_tokens) for segment in chosen)
-    return {"store": name, "segments": len(chosen), "tokens": tokens, "bytes": num_bytes}
+    tokens = sum(len(segment.info.prompt_tokens) for segment in segments)
+    return {"store": name, "segments": len(segments), "tokens": tokens, "bytes": num_bytes}
 
 
-def import_(root: Path, which: Which, path: Path) -> Row:
+def import_(root: Path, selection: Selection, path: Path) -> Row:
     """Store exported segments that are not stored here, without evicting any other.
 
-    `which` names the namespace. If there is no store at all, one is made. A segment whose tokens
-    diverge inside a stored segment has no place in the tree: it and all that builds on it are left
-    out.
+    `selection` names the namespace. If there is no store at all, one is made. A segment whose
+    tokens diverge inside a stored segment has no place in the tree: it and all that builds on it
+    are left out.
     """
-    namespace, root = namespace_in(which), root.expanduser()
-    told, exported = _read(path)
+    namespace, root = namespace_in(selection), root.expanduser()
+    contents, exported = _read(path)
     first = next(exported.segments()).info
-    if told["namespace"] != _keyed(str(told["key"]), namespace):
+    if contents["namespace"] != _keyed(str(contents["key"]), namespace):
         raise CommandError("it belongs to another namespace: give its --extra-key and --cache-salt")
     with contextlib.suppress(Unreachable):
         names = [path.name for path in stores_in(root)]
@@ -108,70 +108,71 @@ def import_(root: Path, which: Which, path: Path) -> Row:
             )
     with opened(root / first.identity) as store:
         now, name = time.time(), store.namespace(namespace)
-        new, copied, num_bytes = list[tuple[StoredSegment, Tokens]](), 0, 0
+        missing, copied, num_bytes = list[tuple[StoredSegment, Tokens]](), 0, 0
         for header in exported.segments():
             info, prompt = header.info, header.prompt()
             match = store.tree.match(name, prompt, least=info.quality)
             if not 0 < info.expires <= now and match.num_tokens < len(prompt):
-                before = prompt[: info.prefix_len]
-                digest = prefix_digest(name, before)
-                here = dataclasses.replace(info, namespace=name, prefix_digest=digest)
-                new.append((StoredSegment(here, header.file_bytes), before))
-        needed = sum(segment.file_bytes for segment, _ in new)
-        left = FILES.free_bytes(root) - bytes_of(ImpressConfig().min_free_gb)
-        if new and needed > left:
+                parent_tokens = prompt[: info.prefix_len]
+                digest = prefix_digest(name, parent_tokens)
+                local_info = dataclasses.replace(info, namespace=name, prefix_digest=digest)
+                missing.append((StoredSegment(local_info, header.file_bytes), parent_tokens))
+        needed = sum(segment.file_bytes for segment, _ in missing)
+        free_bytes = FILES.free_bytes(root) - bytes_of(ImpressConfig().min_free_gb)
+        if missing and needed > free_bytes:
             raise CommandError(
-                f"it takes {needed / 1e9:.3f} GB, and {max(left, 0) / 1e9:.3f} GB are free"
+                f"it takes {needed / 1e9:.3f} GB, and {max(free_bytes, 0) / 1e9:.3f} GB are free"
             )
-        for segment, before in new:
-            if store.tree.insert(segment, before):
+        for segment, parent_tokens in missing:
+            if store.tree.insert(segment, parent_tokens):
                 try:
                     _copy(path / _file_of(segment.segment_id), store, segment)
                 except (OSError, PrefixUnreadable) as error:
                     raise Unreachable(f"{segment.segment_id} cannot be stored: {error}") from error
                 copied, num_bytes = copied + 1, num_bytes + segment.file_bytes
-    counts = {"segments": copied, "known": len(exported) - len(new), "left_out": len(new) - copied}
+    counts = {"segments": copied, "known": len(exported) - len(missing)}
+    counts["left_out"] = len(missing) - copied
     return {"store": first.identity, **counts, "bytes": num_bytes}
 
 
 def _read(path: Path) -> tuple[dict[str, Any], StoredTree]:
     """Return the contents of a folder, and a tree of its segments, all of which are verified."""
     try:
-        told = json.loads((path / CONTENTS).read_text(encoding="utf-8"))
-        key, _ = told["key"], told["namespace"]
-        if told["kind"] != KIND or len(str(key).encode()) > hashlib.blake2b.MAX_KEY_SIZE:
+        contents = json.loads((path / CONTENTS).read_text(encoding="utf-8"))
+        key, _ = contents["key"], contents["namespace"]
+        if contents["kind"] != KIND or len(str(key).encode()) > hashlib.blake2b.MAX_KEY_SIZE:
             raise ValueError("it was written by something else")
-        found = list[StoredSegment]()
-        for name, _ in told["segments"]:
+        segments = list[StoredSegment]()
+        for name, _ in contents["segments"]:
             if identity_in(name) != name:
                 raise ValueError(f"{name} is no segment")
             info = check_file(path / _file_of(name))
-            first = found[0].info if found else info
-            alike = (name, first.identity, first.namespace, first.shape)
-            if (info.segment_id, info.identity, info.namespace, info.shape) != alike:
+            first = segments[0].info if segments else info
+            expected = (name, first.identity, first.namespace, first.shape)
+            if (info.segment_id, info.identity, info.namespace, info.shape) != expected:
                 raise ValueError(f"segment {name} is not one of these")
             if type(info.expires) is not int or not 0 <= info.expires < _LATEST:
                 raise ValueError(f"segment {name} does not say when it expires")
-            found.append(StoredSegment(info, info.layout().file_bytes))
+            segments.append(StoredSegment(info, info.layout().file_bytes))
         # It becomes the name of a folder.
-        if identity_in(found[0].info.identity) != found[0].info.identity:
+        if identity_in(segments[0].info.identity) != segments[0].info.identity:
             raise ValueError("it is of no model")
         tree = StoredTree()
-        if any(UnattachedSegments(tree).restore(found)):
+        if any(UnattachedSegments(tree).restore(segments)):
             raise ValueError("what a segment builds on is not there")
     except _DAMAGE as error:
         raise CommandError(f"{path} is not a complete folder of prefixes: {error}") from error
-    return told, tree
+    return contents, tree
 
 
-def _write(path: Path, namespace: str, store: PrefixStore, chosen: list[StoredSegment]) -> int:
+def _write(path: Path, namespace: str, store: PrefixStore, segments: list[StoredSegment]) -> int:
     """Copy segment files into a new folder, which appears in one step; return its bytes."""
     folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=path.name))
-    numbers = {segment: number for number, segment in enumerate(chosen)}
+    numbers = {segment: number for number, segment in enumerate(segments)}
     # With the key, a reader that knows the namespace can recognise it.
     key = secrets.token_hex(16)
     try:
-        for segment in chosen:
+        for segment in segments:
             # Another server may just have removed a segment of its own.
             source = store.segment_path(segment.segment_id, segment.home)
             check_file(source)
@@ -182,7 +183,7 @@ def _write(path: Path, namespace: str, store: PrefixStore, chosen: list[StoredSe
             "namespace": _keyed(key, namespace),
             "segments": [
                 (segment.segment_id, None if segment.parent is None else numbers[segment.parent])
-                for segment in chosen
+                for segment in segments
             ],
         }
         (folder / CONTENTS).write_text(json.dumps(contents), encoding="utf-8")
@@ -193,39 +194,39 @@ def _write(path: Path, namespace: str, store: PrefixStore, chosen: list[StoredSe
     return sum(path.stat().st_size for path in path.iterdir())
 
 
-def _copy(path: Path, store: PrefixStore, new: StoredSegment) -> None:
+def _copy(path: Path, store: PrefixStore, segment: StoredSegment) -> None:
     """Write the file of a segment with the header that it has in this store."""
-    target, layout = store.segment_path(new.segment_id), new.info.layout()
+    target, layout = store.segment_path(segment.segment_id), segment.info.layout()
     FILES.make_directory(target.parent)
     with (
-        contextlib.closing(OpenSegment(path, FILES, direct=False)) as old,
+        contextlib.closing(OpenSegment(path, FILES, direct=False)) as file,
         publishing(FILES, target, direct=False) as descriptor,
     ):
-        header = SegmentHeader(new.info, old.checksums, old.sinks, old.mapping, old.fits)
+        header = SegmentHeader(segment.info, file.checksums, file.sinks, file.mapping, file.fits)
         FILES.write(descriptor, 0, memoryview(encode_header(header)))
-        for layer in range(new.info.shape.num_layers):
+        for layer in range(segment.info.shape.num_layers):
             memory = AlignedMemory(layout.layer_bytes(layer))
-            old.fill(memory, layout.layer_offset(layer))
+            file.fill(memory, layout.layer_offset(layer))
             FILES.write(descriptor, layout.layer_offset(layer), memory.view)
-    store.worker.submit(store.worker.record, new)
+    store.worker.submit(store.worker.record, segment)
 
 
-def _chosen(store: PrefixStore, which: Which) -> list[StoredSegment]:
+def _selected(store: PrefixStore, selection: Selection) -> list[StoredSegment]:
     """Return the segments of a prefix or a namespace and all that they build on, parents first."""
     # Without a namespace, take that of requests without one.
-    place = place_of(store, {"extra_key": None, **which})
-    if place is None:
-        raise CommandError(f"there is no segment {which['segment']}")
-    name, tokens = place
-    if name != store.namespace(namespace_in(which)):
+    target = target_of(store, {"extra_key": None, **selection})
+    if target is None:
+        raise CommandError(f"there is no segment {selection['segment']}")
+    name, tokens = target
+    if name != store.namespace(namespace_in(selection)):
         raise CommandError("it belongs to another namespace: give its --extra-key and --cache-salt")
-    found = list(store.tree.below(name))
+    segments = list(store.tree.below(name))
     if tokens is not None:
         match = store.tree.match(name, tokens, least=ANYTHING)
         if match.num_tokens < len(tokens):
             raise CommandError(f"{match.num_tokens} of its {len(tokens)} tokens are stored")
-        found = [span.segment for span in match.spans]
-    return sorted(found, key=lambda segment: segment.info.prefix_len)
+        segments = [span.segment for span in match.spans]
+    return sorted(segments, key=lambda segment: segment.info.prefix_len)
 
 
 def _file_of(segment_id: str) -> str:

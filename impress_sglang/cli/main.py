@@ -35,29 +35,29 @@ HICACHE = {
 Option = tuple[str, dict[str, Any]]
 
 
-def _need(name: str, kind: type, told: str, **how: Any) -> Option:
-    return name, {"type": kind, "required": True, "help": told, **how}
+def _required(name: str, kind: type, text: str, **options: Any) -> Option:
+    return name, {"type": kind, "required": True, "help": text, **options}
 
 
-def _may(name: str, kind: type, told: str, default: Any = None, **how: Any) -> Option:
-    told = told if default in (None, []) else f"{told}; default: {default}"
-    return name, {"type": kind, "default": default, "help": told, **how}
+def _optional(name: str, kind: type, text: str, default: Any = None, **options: Any) -> Option:
+    text = text if default in (None, []) else f"{text}; default: {default}"
+    return name, {"type": kind, "default": default, "help": text, **options}
 
 
-def _flag(name: str, told: str, **how: Any) -> Option:
-    return name, {"action": "store_true", "help": told, **how}
+def _flag(name: str, text: str, **options: Any) -> Option:
+    return name, {"action": "store_true", "help": text, **options}
 
 
 _NAMESPACE = (
-    _may("--extra-key", str, "extra_key of the requests"),
-    _may("--cache-salt", str, "cache_salt of the requests"),
+    _optional("--extra-key", str, "extra_key of the requests"),
+    _optional("--cache-salt", str, "cache_salt of the requests"),
 )
 _FILE, _IDS = "file with the text of the prefix; -: stdin", "its token ids, separated by commas"
 _SEGMENT = "its last segment, as ls shows it"
-_TEXT, _ONE_FILE = _may("--text", str, "text of the prefix"), _may("--file", Path, _FILE)
-_FILES = _may("--file", Path, f"{_FILE}; may be given several times", action="append")
-_PROMPT = (_TEXT, _ONE_FILE, _may("--ids", str, _IDS))
-_PREFIX = (*_PROMPT, _may("--segment", str, f"{_SEGMENT}; only with --dir"), *_NAMESPACE)
+_TEXT, _ONE_FILE = _optional("--text", str, "text of the prefix"), _optional("--file", Path, _FILE)
+_FILES = _optional("--file", Path, f"{_FILE}; may be given several times", action="append")
+_PROMPT = (_TEXT, _ONE_FILE, _optional("--ids", str, _IDS))
+_PREFIX = (*_PROMPT, _optional("--segment", str, f"{_SEGMENT}; only with --dir"), *_NAMESPACE)
 _AGE = "written at least so long ago; alone: any prefix"
 _SERVER, _DIR = ("--url", "--key"), ("--dir",)
 _BOTH = (*_SERVER, *_DIR)
@@ -76,37 +76,37 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str, tuple[Option, ...]]] = {
         (),
         "compute the space and time that prefixes of a model take",
         (
-            _need("--model", Path, "its folder or config.json"),
-            _need("--prefixes", int, "number of prefixes to keep"),
-            _need("--tokens", int, "tokens per prefix"),
-            _may("--bits", float, "as --impress-bits", USUAL_BITS),
-            _may("--basis", Path, "of --impress-basis"),
-            _may("--keep", str, "of --impress-keep", CODES, choices=(CODES, BOTH)),
-            _may("--drive-gbps", float, "read speed of the drive", 3.0),
-            _may("--per-day", int, "new prefixes per day", 0),
+            _required("--model", Path, "its folder or config.json"),
+            _required("--prefixes", int, "number of prefixes to keep"),
+            _required("--tokens", int, "tokens per prefix"),
+            _optional("--bits", float, "as --impress-bits", USUAL_BITS),
+            _optional("--basis", Path, "of --impress-basis"),
+            _optional("--keep", str, "of --impress-keep", CODES, choices=(CODES, BOTH)),
+            _optional("--drive-gbps", float, "read speed of the drive", 3.0),
+            _optional("--per-day", int, "new prefixes per day", 0),
         ),
     ),
     "bench": (
         _SERVER,
         "measure whether the store pays on a server",
         (
-            _may("--prefixes", int, "number of prefixes", 8),
-            _may("--prefix-tokens", int, "tokens per prefix", 2000),
-            _may("--text", Path, "file to take them from; default: random tokens"),
-            _may("--clients", int, "concurrent clients", 1),
+            _optional("--prefixes", int, "number of prefixes", 8),
+            _optional("--prefix-tokens", int, "tokens per prefix", 2000),
+            _optional("--text", Path, "file to take them from; default: random tokens"),
+            _optional("--clients", int, "concurrent clients", 1),
             _flag("--flush", "empty SGLang's pool, for everybody"),
-            _may("--api-key", str, "key of requests, if it differs from --key"),
+            _optional("--api-key", str, "key of requests, if it differs from --key"),
         ),
     ),
     "calibrate": (
         (),
         "fit a basis to a model",
         (
-            _need("--model", Path, "its folder"),
-            _need("--out", Path, "to write the basis to", metavar="FILE"),
-            _may("--text", Path, "one per kind; default: those of the package", [], nargs="+"),
-            _may("--tokens", int, "per text", 1500),
-            _may("--tp-size", int, "of servers: a basis for each rank", [1], nargs="+"),
+            _required("--model", Path, "its folder"),
+            _required("--out", Path, "to write the basis to", metavar="FILE"),
+            _optional("--text", Path, "one per kind; default: those of the package", [], nargs="+"),
+            _optional("--tokens", int, "per text", 1500),
+            _optional("--tp-size", int, "of servers: a basis for each rank", [1], nargs="+"),
         ),
     ),
     "hicache-config": (
@@ -114,9 +114,9 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str, tuple[Option, ...]]] = {
         "print what makes SGLang's HiCache store its pages here: the value of "
         "--hicache-storage-backend-extra-config",
         (
-            _need("--ssd-dir", Path, "directory of the pages"),
-            _need("--ssd-gb", float, "quota of all pages in it, in GB (10^9 bytes)"),
-            _may("--bits", float, "of each number; default: exact", choices=BITS),
+            _required("--ssd-dir", Path, "directory of the pages"),
+            _required("--ssd-gb", float, "quota of all pages in it, in GB (10^9 bytes)"),
+            _optional("--bits", float, "of each number; default: exact", choices=BITS),
         ),
     ),
     "why": (
@@ -130,16 +130,16 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str, tuple[Option, ...]]] = {
     "purge": (
         _BOTH,
         "remove a prefix and all that begin with it, or a namespace",
-        (*_PREFIX, _may("--older-than", float, _AGE, metavar="SECONDS")),
+        (*_PREFIX, _optional("--older-than", float, _AGE, metavar="SECONDS")),
     ),
     "export": (
         _DIR,
         "write a namespace to a new folder",
         (
             ("path", {"type": Path, "metavar": "FOLDER", "help": "new folder"}),
-            _may("--store", str, "its name as ls shows it, if there are several"),
-            _may("--ids", str, f"a prefix instead of a namespace: {_IDS}"),
-            _may("--segment", str, f"the same by {_SEGMENT}"),
+            _optional("--store", str, "its name as ls shows it, if there are several"),
+            _optional("--ids", str, f"a prefix instead of a namespace: {_IDS}"),
+            _optional("--segment", str, f"the same by {_SEGMENT}"),
             *_NAMESPACE,
         ),
     ),
@@ -153,7 +153,8 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str, tuple[Option, ...]]] = {
     ),
 }
 # Options of which a command takes one, and commands that need one.
-_WHICH, _ONE = ("--text", "--file", "--ids", "--segment"), ("why", "warm", "pin", "unpin")
+_PREFIX_OPTIONS = ("--text", "--file", "--ids", "--segment")
+_BY_PREFIX = ("why", "warm", "pin", "unpin")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -164,22 +165,24 @@ def parser() -> argparse.ArgumentParser:
         epilog=f"Exit status is {status}.".replace("`", ""),
     )
     commands = top.add_subparsers(dest="command", required=True)
-    for name, (where, told, options) in COMMANDS.items():
-        command = commands.add_parser(name, help=told, description=told[0].upper() + told[1:] + ".")
+    for name, (targets, text, options) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         command.add_argument("--json", action="store_true", help="print JSON")
-        if "--dir" in where:
-            default = None if "--url" in where else DEFAULT_SSD_DIR
+        if "--dir" in targets:
+            default = None if "--url" in targets else DEFAULT_SSD_DIR
             instead = f"default: {default}" if default else "in place of a server"
-            shown = f"an --impress-ssd-dir that no server uses; {instead}"
-            command.add_argument("--dir", type=Path, default=default, help=shown)
-        if "--url" in where:
+            dir_help = f"an --impress-ssd-dir that no server uses; {instead}"
+            command.add_argument("--dir", type=Path, default=default, help=dir_help)
+        if "--url" in targets:
             key = os.environ.get(KEY_VARIABLE)
             command.add_argument("--url", default=URL, help=f"running server; default: {URL}")
             command.add_argument("--key", default=key, help=f"default: {KEY_VARIABLE}")
-        named = _WHICH if "--ids" in dict(options) else ()
-        which = command.add_mutually_exclusive_group(required=name in _ONE) if named else command
-        for option, how in options:
-            (which if option in named else command).add_argument(option, **how)
+        named = _PREFIX_OPTIONS if "--ids" in dict(options) else ()
+        group = (
+            command.add_mutually_exclusive_group(required=name in _BY_PREFIX) if named else command
+        )
+        for option, keywords in options:
+            (group if option in named else command).add_argument(option, **keywords)
     return top
 
 
@@ -187,20 +190,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Carry out a command; return the exit status."""
     args = parser().parse_args(arguments)
     try:
-        found = _carry_out(args)
+        result = _run(args)
     except (CommandError, Unreachable, KeyboardInterrupt) as error:
         print(f"impress: {str(error) or 'interrupted'}", file=sys.stderr)
         return getattr(error, "status", INTERRUPTED)
     try:
         as_json = args.json or args.command == "hicache-config"
-        print(json.dumps(found, indent=2) if as_json else _as_text(found))
+        print(json.dumps(result, indent=2) if as_json else _as_text(result))
     except BrokenPipeError:
         # The reader has stopped, as in `| head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return DAMAGED if args.command == "verify" and found not in ([], {"integrity": "ok"}) else DONE
+    return DAMAGED if args.command == "verify" and result not in ([], {"integrity": "ok"}) else DONE
 
 
-def _carry_out(args: argparse.Namespace) -> Any:
+def _run(args: argparse.Namespace) -> Any:
     # Modules that import torch are imported by commands that need them.
     match args.command:
         case "plan":
@@ -212,8 +215,8 @@ def _carry_out(args: argparse.Namespace) -> Any:
 
             return calibrate(args.model, args.out, args.text, args.tokens, args.tp_size)
         case "hicache-config":
-            few = {} if args.bits is None else {"bits": args.bits}
-            return HICACHE | {"ssd_dir": str(args.ssd_dir.absolute()), "ssd_gb": args.ssd_gb} | few
+            bits = {} if args.bits is None else {"bits": args.bits}
+            return HICACHE | {"ssd_dir": str(args.ssd_dir.absolute()), "ssd_gb": args.ssd_gb} | bits
     if getattr(args, "dir", None) is not None:
         from impress_sglang.cli import directory, export_import
 
@@ -231,20 +234,20 @@ def _carry_out(args: argparse.Namespace) -> Any:
     match args.command:
         case "bench":
             text = None if args.text is None else _read(args.text)
-            many = args.prefixes, args.prefix_tokens, args.clients
-            return measure(server, *many, text=text, flush=args.flush)
+            sizes = args.prefixes, args.prefix_tokens, args.clients
+            return measure(server, *sizes, text=text, flush=args.flush)
         case "ls":
-            return _listed(server.overview())
+            return _segment_rows(server.overview())
         case "verify":
             return server.order("check")
         case "stat":
-            return _shown(server.stats())
+            return _summary_of(server.stats())
         case "clear":
             return server.order("purge", {"all": True})
-    found = server.order(args.command, _prefix_of(args))
-    if isinstance(found, list):
-        return [{"file": str(path), **row} for path, row in zip(args.file, found, strict=True)]
-    return found
+    result = server.order(args.command, _prefix_of(args))
+    if isinstance(result, list):
+        return [{"file": str(path), **row} for path, row in zip(args.file, result, strict=True)]
+    return result
 
 
 def _read(path: Path) -> str:
@@ -255,15 +258,15 @@ def _read(path: Path) -> str:
 
 
 def _prefix_of(args: argparse.Namespace) -> dict[str, Any]:
-    told = vars(args)
+    values = vars(args)
     names = ("text", "extra_key", "cache_salt", "segment", "older_than")
-    body = {name: told[name] for name in names if told.get(name) is not None}
-    if isinstance(told.get("file"), list):
+    body = {name: values[name] for name in names if values.get(name) is not None}
+    if isinstance(values.get("file"), list):
         texts = [_read(path) for path in args.file]
         body |= {"text": texts[0]} if len(texts) == 1 else {"texts": texts}
-    elif told.get("file") is not None:
+    elif values.get("file") is not None:
         body["text"] = _read(args.file)
-    if told.get("ids") is not None:
+    if values.get("ids") is not None:
         try:
             body["input_ids"] = [int(number) for number in args.ids.split(",")]
         except ValueError as error:
@@ -273,21 +276,21 @@ def _prefix_of(args: argparse.Namespace) -> dict[str, Any]:
     return {**body, "all": True} if body.keys() == {"older_than"} else body
 
 
-def _listed(overview: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _segment_rows(overview: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the most recently used segments, in the same rows as for a directory."""
-    stats, found = overview["stats"], overview["segments"]
+    stats, segments = overview["stats"], overview["segments"]
     count = (stats["store"] or {}).get("segments", 0)
-    if count > len(found):
-        print(f"impress: {len(found)} of {count:,} segments, used last", file=sys.stderr)
+    if count > len(segments):
+        print(f"impress: {len(segments)} of {count:,} segments, used last", file=sys.stderr)
     names = "segment namespace from_token tokens ssd_bytes hits priority exact"
     return [
         {"store": stats["identity"]}
         | {name.removeprefix("ssd_"): row[name] for name in names.split()}
-        for row in found
+        for row in segments
     ]
 
 
-def _shown(stats: Mapping[str, Any]) -> dict[str, Any]:
+def _summary_of(stats: Mapping[str, Any]) -> dict[str, Any]:
     """Return the most important statistics."""
     store, totals = stats["store"] or {}, stats["totals"]
     names = ("segments", "used_bytes", "quota_bytes", "writes_pending", "bytes_written")
@@ -301,12 +304,12 @@ def _shown(stats: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _as_text(found: Any) -> str:
-    if isinstance(found, list):
-        return _table(found) if found else "nothing"
-    if "ways" in found:
-        return f"{_table(found['ways'])}\n{found['conclusion']}"
-    return "\n".join(f"{name}: {_cell(value)}" for name, value in found.items())
+def _as_text(result: Any) -> str:
+    if isinstance(result, list):
+        return _table(result) if result else "nothing"
+    if "ways" in result:
+        return f"{_table(result['ways'])}\n{result['conclusion']}"
+    return "\n".join(f"{name}: {_cell(value)}" for name, value in result.items())
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:

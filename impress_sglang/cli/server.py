@@ -10,7 +10,7 @@ from typing import Any
 from impress_sglang.cli import CommandError, Unreachable
 
 TIMEOUT_S = 600.0
-FLUSHED_IN_S = 60.0
+FLUSH_TIMEOUT_S = 60.0
 
 
 class Server:
@@ -50,7 +50,7 @@ class Server:
 
     def flush(self) -> None:
         """Empty SGLang's pool as soon as no request is running."""
-        self._send("POST", f"/flush_cache?timeout={FLUSHED_IN_S:g}", self._key)
+        self._send("POST", f"/flush_cache?timeout={FLUSH_TIMEOUT_S:g}", self._key)
 
     def _ask(
         self, method: str, path: str, key: str | None, body: dict[str, Any] | None = None
@@ -88,9 +88,9 @@ def _meaning(error: urllib.error.HTTPError) -> Exception:
         return Unreachable("there is no IMPRESS there: was the server started with it?")
     text = error.read()
     try:
-        told = json.loads(text)["error"]
+        content = json.loads(text)["error"]
         # SGLang's own errors are objects with a message.
-        return CommandError(str(told["message"] if isinstance(told, dict) else told))
+        return CommandError(str(content["message"] if isinstance(content, dict) else content))
     except (ValueError, KeyError, TypeError):
         refusal = text.decode(errors="replace").strip().split("\n")[0]
         if error.code == 400 and refusal:

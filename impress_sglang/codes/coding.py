@@ -48,10 +48,10 @@ def words_of(rows: Rows) -> Iterator[tuple[list[Any], Any]]:
     if dtype in _WORDS and all(pool.dtype == dtype and pool.is_contiguous() for pool in pools):
         yield [pool.view(_WORDS[dtype]).numpy() for pool in pools], slots.numpy()
         return
-    between = [torch.empty(len(slots), *pool.shape[1:]) for pool in pools]
+    buffers = [torch.empty(len(slots), *pool.shape[1:]) for pool in pools]
     yield (
-        [buffer.view(torch.uint32).numpy() for buffer in between],
+        [buffer.view(torch.uint32).numpy() for buffer in buffers],
         torch.arange(len(slots)).numpy(),
     )
-    for pool, buffer in zip(pools, between, strict=True):
+    for pool, buffer in zip(pools, buffers, strict=True):
         pool[slots] = buffer.to(pool.dtype)

@@ -40,7 +40,7 @@ class KeyRotation:
         """Extend the table to `positions`, so that other threads need not extend it."""
         self._table(positions)
 
-    def turns(self, old: Tensor, new: Tensor) -> RotationFactors:
+    def factors(self, old: Tensor, new: Tensor) -> RotationFactors:
         """Return factors that move keys from positions `old` to `new`, int64 [n] on the CPU."""
         table = self._table(int(torch.maximum(old, new).max()) + 1)
         old_cos, old_sin = self._rows(table, old)
@@ -50,20 +50,20 @@ class KeyRotation:
             (cos * old_cos + sin * old_sin) / norm, (sin * old_cos - cos * old_sin) / norm
         )
 
-    def move(self, keys: Tensor, turns: RotationFactors) -> Tensor:
+    def move(self, keys: Tensor, factors: RotationFactors) -> Tensor:
         """Move keys [n, G, D] to their new positions, in their dtype; computed in float32."""
-        half = turns.cos.shape[-1]
-        rotated, rest = keys[..., : 2 * half].float(), keys[..., 2 * half :]
+        half = factors.cos.shape[-1]
+        rotated, unrotated = keys[..., : 2 * half].float(), keys[..., 2 * half :]
         if self.halves:
             first, second = rotated[..., :half], rotated[..., half:]
         else:
             first, second = rotated[..., ::2], rotated[..., 1::2]
         moved = (
-            first * turns.cos - second * turns.sin,
-            second * turns.cos + first * turns.sin,
+            first * factors.cos - second * factors.sin,
+            second * factors.cos + first * factors.sin,
         )
         rotated = torch.cat(moved, -1) if self.halves else torch.stack(moved, -1).flatten(-2)
-        return torch.cat([rotated.to(keys.dtype), rest], -1)
+        return torch.cat([rotated.to(keys.dtype), unrotated], -1)
 
     @staticmethod
     def _rows(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -104,7 +104,7 @@ class BasisCodec:
             if turns is None:
                 # Same for all layers.
                 places = self.positions(first, len(keys))
-                turns = rotation.turns(places, torch.zeros_like(places)).to(keys.device)
+                turns = rotation.factors(places, torch.zeros_like(places)).to(keys.device)
             kvs = rotation.move(keys.float(), turns), values
             rows, below = encode_layer(basis, layer, below, kvs)
             # Sinks never fit, but are loaded exactly.
@@ -133,7 +133,7 @@ class BasisCodec:
             self._tables = self._tables_of_layers(device)
         if state is None:
             places = torch.cat([self.positions(piece.position, piece.length) for piece in pieces])
-            state = None, self.rotation.turns(torch.zeros_like(places), places).to(device)
+            state = None, self.rotation.factors(torch.zeros_like(places), places).to(device)
         below, turns = state
         groups = [piece.parts[0] for piece in pieces]
         joined = torch.cat(groups) if len(groups) > 1 else groups[0]

@@ -246,5 +246,5 @@ def test_keys_move_as_sglang_rotates() -> None:
         return rotary.forward_native(positions, flat.clone(), flat)[1].view_as(keys)
 
     old, new = torch.tensor([0, 5, 63, 70, 9]), torch.tensor([8, 4, 500, 1, 9])
-    moved = rotation.move(at(old), rotation.turns(old, new))
+    moved = rotation.move(at(old), rotation.factors(old, new))
     assert torch.allclose(moved, at(new), atol=1e-5)

@@ -40,7 +40,7 @@ ROTATION = KeyRotation(_table, halves=True)
 
 
 def rotated(rows: Tensor, positions: Tensor) -> Tensor:
-    return ROTATION.move(rows, ROTATION.turns(torch.zeros_like(positions), positions))
+    return ROTATION.move(rows, ROTATION.factors(torch.zeros_like(positions), positions))
 
 
 def draw(seed: int, length: int) -> list[int]:

@@ -149,7 +149,7 @@ def codec_for(shape: KVShape) -> BasisCodec:
     turning = rotation(shape.key_dim // 2)
     kvs, moments = kv.SequenceKVs(shape, "", FITTED), Moments()
     places, none = torch.arange(len(FITTED)), torch.zeros(len(FITTED), dtype=torch.int64)
-    turns = turning.turns(places, none)
+    turns = turning.factors(places, none)
     keys, values = (map(of, range(shape.num_layers)) for of in (kvs.keys, kvs.values))
     turned = (turning.move(key.float(), turns) for key in keys)
     moments.add(list(zip(turned, values, strict=True)))
@@ -221,7 +221,7 @@ def turned(
 ) -> tuple[KeyRotation, RotationFactors]:
     """A rotation of so many dimensions, and how it turns keys of some tokens from position 0."""
     turning, places = rotation(rotated, halves=halves), torch.arange(tokens) + 9
-    return turning, turning.turns(torch.zeros_like(places), places)
+    return turning, turning.factors(torch.zeros_like(places), places)
 
 
 def check_rows(

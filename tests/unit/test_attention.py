@@ -78,7 +78,7 @@ def test_a_moved_key_is_the_computed_one(
     given = table(dim, **scaled).to(dtype)
     rotation, rows = KeyRotation(lambda count: given, halves=halves), given.float()
 
-    moved = rotation.move(rotated(plain, old, rows, halves=halves), rotation.turns(old, new))
+    moved = rotation.move(rotated(plain, old, rows, halves=halves), rotation.factors(old, new))
 
     expected = rotated(plain, new, rows, halves=halves)
     assert torch.allclose(moved, expected, rtol=0, atol=2e-6 * 4)

@@ -82,10 +82,10 @@ def expected(tokens: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
     places, none = torch.arange(len(tokens)), torch.zeros(len(tokens), dtype=torch.int64)
     basis, rotation, below = CODEC.basis, CODEC.rotation, None
     for layer, kvs in enumerate(exact(tokens)):
-        unturned = rotation.move(kvs[0], rotation.turns(places, none)), kvs[1]
+        unturned = rotation.move(kvs[0], rotation.factors(places, none)), kvs[1]
         below = decode_layer(basis, layer, below, encode_layer(basis, layer, below, unturned)[0])
         keys, values = kvs_of(basis, layer, below)
-        restored = rotation.move(keys, rotation.turns(none, places)), values
+        restored = rotation.move(keys, rotation.factors(none, places)), values
         for rounded, whole in zip(restored, kvs, strict=True):
             rounded[:SINK_TOKENS] = whole[:SINK_TOKENS]
         yield restored

@@ -335,7 +335,7 @@ def test_what_comes_into_slots(make: Make, block: int, resident: int) -> None:
             assert torch.allclose(values[layer][at], old_values[of], atol=1e-4)
             run = next(run for run in job.runs if run.start <= low < run.stop)
             old = torch.arange(low, high) - run.shift
-            turns = ROTATION.turns(old, torch.arange(low, high))
+            turns = ROTATION.factors(old, torch.arange(low, high))
             expected = ROTATION.move(old_keys[of], turns)
             assert torch.allclose(keys[layer][at], expected, atol=1e-3)
             place = high + gap

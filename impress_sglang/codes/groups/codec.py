@@ -6,7 +6,7 @@ Groups are short, because one range for a whole segment has several times the er
 
 A code has `CODE_BITS` bits. Its upper bits are kept, and stand for the middle of the values that
 share them. Every value keeps the same number of bits, the *rate*. Keys keep the rate on average:
-each channel keeps the upper `LEAST_BITS`, and some *pairs* of further bits. In a logit the error of
+each channel keeps the upper `MIN_BITS`, and some *pairs* of further bits. In a logit the error of
 a key is multiplied by the query, so its square counts in proportion to
 
     step of the channel^2 x mean square of the queries in this channel,
@@ -30,14 +30,14 @@ from impress_sglang.errors import NotCodable
 GROUP_TOKENS = 64
 CODE_BITS = 8
 # Bits kept of every element.
-LEAST_BITS = 4
+MIN_BITS = 4
 # Bits of a channel of keys that are kept or dropped together, a pair.
 PAIR_BITS = 2
 # Dimensions are multiples of this.
 DIM_GRAIN = 8
 
 _TOP = 2**CODE_BITS - 1
-_LOWER_BITS = CODE_BITS - LEAST_BITS
+_LOWER_BITS = CODE_BITS - MIN_BITS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class GroupLayout:
 
     def __post_init__(self) -> None:
         assert not self.key_dim % DIM_GRAIN and not self.value_dim % DIM_GRAIN
-        assert LEAST_BITS < self.rate <= LEAST_BITS + 2
+        assert MIN_BITS < self.rate <= MIN_BITS + 2
 
     @functools.cached_property
     def num_pairs(self) -> int:
@@ -69,8 +69,8 @@ class GroupLayout:
 
     @property
     def more_bits(self) -> int:
-        """Bits of each value after the upper `LEAST_BITS`."""
-        return self.rate - LEAST_BITS
+        """Bits of each value after the upper `MIN_BITS`."""
+        return self.rate - MIN_BITS
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -80,9 +80,9 @@ class GroupLayout:
             4 * heads * self.key_dim,
             4 * heads * GROUP_TOKENS,
             heads * self.key_dim,
-            heads * self.key_dim * rows * LEAST_BITS,
+            heads * self.key_dim * rows * MIN_BITS,
             self.num_pairs * rows * 2,
-            heads * self.value_dim * rows * LEAST_BITS,
+            heads * self.value_dim * rows * MIN_BITS,
             heads * self.value_dim * rows * self.more_bits,
         )
 
@@ -120,15 +120,15 @@ def code_keys(keys: Tensor, rate: int, energy: Tensor | None = None) -> Codes:
         NotCodable: keys exceed the range of half precision.
     """
     num_tokens = len(keys)
-    rest = -num_tokens % GROUP_TOKENS
+    padding = -num_tokens % GROUP_TOKENS
     # The last group is padded with the last key, which does not change its ranges.
-    padded = torch.cat([keys, keys[-1:].expand(rest, -1, -1)]).float()
+    padded = torch.cat([keys, keys[-1:].expand(padding, -1, -1)]).float()
     groups = padded.unflatten(0, (-1, GROUP_TOKENS))
     low, step = _range(groups.amin(1), groups.amax(1))
     codes = _code(groups, low[:, None], step[:, None])
     weight = step.float().square()
     pairs = pairs_of(weight if energy is None else weight * energy, rate)
-    return Codes(codes.flatten(0, 1)[:num_tokens], low, step, LEAST_BITS + PAIR_BITS * pairs)
+    return Codes(codes.flatten(0, 1)[:num_tokens], low, step, MIN_BITS + PAIR_BITS * pairs)
 
 
 def code_values(values: Tensor, rate: int) -> Codes:
@@ -156,7 +156,7 @@ def pairs_of(weight: Tensor, rate: int) -> Tensor:
 
 
 def _num_pairs(channels: int, rate: int) -> int:
-    return channels * (rate - LEAST_BITS) // PAIR_BITS
+    return channels * (rate - MIN_BITS) // PAIR_BITS
 
 
 def pack(parts: Tensor, width: int) -> Tensor:
@@ -205,16 +205,16 @@ def encode_layer(
     key, value = code_keys(keys, layout.rate, energy), code_values(values, layout.rate)
     more_bits = layout.more_bits
     of_keys, of_values = _in_groups(key.codes), _in_groups(value.codes)
-    pairs = (key.bits - LEAST_BITS) // PAIR_BITS
+    pairs = (key.bits - MIN_BITS) // PAIR_BITS
     # Bits of values after the upper ones.
     more = of_values >> (_LOWER_BITS - more_bits) & (2**more_bits - 1)
     parts = (
         torch.stack([key.low, key.step], 2),
         _in_groups(torch.stack([value.low, value.step], 2)),
         pairs,
-        pack((of_keys >> _LOWER_BITS).transpose(1, 2), LEAST_BITS),
+        pack((of_keys >> _LOWER_BITS).transpose(1, 2), MIN_BITS),
         pack(_pairs(of_keys.flatten(2), pairs.flatten(1)), PAIR_BITS),
-        pack((of_values >> _LOWER_BITS).transpose(1, 2), LEAST_BITS),
+        pack((of_values >> _LOWER_BITS).transpose(1, 2), MIN_BITS),
         pack(more.transpose(1, 2), more_bits),
     )
     return torch.cat([part.contiguous().view(torch.uint8).flatten(1) for part in parts], 1)

@@ -72,8 +72,8 @@ class QueryMeter:
         self, layer: int, shape: torch.Size, queries: QuerySource = no_queries
     ) -> Tensor | None:
         """Return the energy for coding a layer, float32 of `shape` [G, Dk], or None if unknown."""
-        if (given := queries(layer)) is not None:
-            self._energies[layer] = energy_of(given, shape[0])
+        if (sampled := queries(layer)) is not None:
+            self._energies[layer] = energy_of(sampled, shape[0])
             self.has_news = True
         energy = self._energies.get(layer)
         return None if energy is None or energy.shape != shape else energy

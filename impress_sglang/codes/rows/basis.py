@@ -159,15 +159,15 @@ class Basis:
         text = json.dumps(fields)
         metadata = {"kind": _KIND, "fields": text, "check": _check(text)}
         arrays = {name: array.contiguous() for name, array in self._arrays().items()}
-        new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
-            save_file(arrays, new, metadata)
-            with open(new, "rb") as file:
+            save_file(arrays, temporary, metadata)
+            with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
-            os.replace(new, path)
+            os.replace(temporary, path)
         finally:
             with contextlib.suppress(FileNotFoundError):
-                new.unlink()
+                temporary.unlink()
 
     @classmethod
     def load(cls, path: Path, part: Part = WHOLE) -> Basis:
@@ -208,8 +208,8 @@ class Basis:
         layers = tuple(layer(i, bits) for i, bits in enumerate(fields["bits"]))
         shapes = tuple((heads, dim) for heads, dim in fields["shapes"])
         fewer = {keeps: tuple(map(tuple, bits)) for keeps, bits in fields["fewer"]}
-        rest = fields["keeps"], fewer, fields["notes"]
-        basis = cls(fields["model"], shapes, layers, tuple(fields["part"]), *rest)
+        further = fields["keeps"], fewer, fields["notes"]
+        basis = cls(fields["model"], shapes, layers, tuple(fields["part"]), *further)
         if basis.digest != fields["digest"]:
             raise ValueError("its arrays do not match their digest")
         return basis

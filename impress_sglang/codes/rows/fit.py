@@ -24,10 +24,10 @@ SINK_TOKENS = 4
 _RIDGE = 1e-3
 _METRIC_FLOOR = 0.02
 # Smaller variances, relative to a layer's largest, are rounding errors.
-_LEAST_VARIANCE = 1e-12
+_MIN_VARIANCE = 1e-12
 # Value of the 1st, 2nd ... bit of a component of variance 1. For a normal distribution the first
 # bits gain less, but in new text small components are larger than in the text of the fit.
-_WORTH = 4.0 ** -torch.arange(1.0, MAX_BITS + 1, dtype=torch.float64)
+_BIT_VALUES = 4.0 ** -torch.arange(1.0, MAX_BITS + 1, dtype=torch.float64)
 
 # Metrics of each layer's heads of keys and of values: float [G, Dk, Dk], [G, Dv, Dv].
 Metric = Sequence[Sequence[Tensor]]
@@ -59,29 +59,29 @@ class Moments:
             self.shapes = tuple((kvs.shape[1], kvs.shape[2]) for kvs in layers[0])
             self.origins = [rows.mean(0) for rows in flat]
         self.count += len(flat[0])
-        under = flat[0][:, :0]
+        below = flat[0][:, :0]
         for layer, (origin, rows) in enumerate(zip(self.origins, flat, strict=True)):
-            here = rows - origin
-            sums = torch.cat([(torch.cat([under, here], 1).T @ here).double(), here.sum(0)[None]])
+            rows = rows - origin
+            sums = torch.cat([(torch.cat([below, rows], 1).T @ rows).double(), rows.sum(0)[None]])
             if layer == len(self._sums):
                 self._sums.append(sums)
             else:
                 self._sums[layer] += sums
-            under = here
+            below = rows
 
     def of_heads(self, heads: slice) -> Moments:
         """Return the moments of some heads only."""
-        moments, places, begin = Moments(), [], 0
+        moments, features_of, begin = Moments(), [], 0
         for count, dim in self.shapes:
             features = torch.arange(begin, begin + count * dim).view(count, dim)[heads]
-            places.append(features.flatten())
+            features_of.append(features.flatten())
             moments.shapes += ((len(features), dim),)
             begin += count * dim
-        at = torch.cat(places).to(self.origins[0].device)
-        moments.count, moments.origins = self.count, [origin[at] for origin in self.origins]
+        indices = torch.cat(features_of).to(self.origins[0].device)
+        moments.count, moments.origins = self.count, [origin[indices] for origin in self.origins]
         for sums in self._sums:
-            squares = [square[at][:, at] for square in sums[:-1].split(begin)]
-            moments._sums.append(torch.cat([*squares, sums[-1:, at]]))
+            squares = [square[indices][:, indices] for square in sums[:-1].split(begin)]
+            moments._sums.append(torch.cat([*squares, sums[-1:, indices]]))
         return moments
 
     def mean(self, layer: int) -> Tensor:
@@ -100,8 +100,8 @@ class Moments:
         """
         return self._covariance(self._sums[layer][: len(self.origins[layer])], layer - 1, layer)
 
-    def _covariance(self, products: Tensor, one: int, other: int) -> Tensor:
-        left, right = (self._sums[side][-1] / self.count for side in (one, other))
+    def _covariance(self, products: Tensor, layer: int, other_layer: int) -> Tensor:
+        left, right = (self._sums[side][-1] / self.count for side in (layer, other_layer))
         return products / self.count - left[:, None] * right
 
 
@@ -136,8 +136,8 @@ class Fit:
             for keeps, threshold in floors.items()
         }
         keeps = max(bits)
-        given = bits.pop(keeps)
-        layers = tuple(layer.basis(some) for layer, some in zip(self._layers, given, strict=True))
+        layer_bits = zip(self._layers, bits.pop(keeps), strict=True)
+        layers = tuple(layer.basis(widths) for layer, widths in layer_bits)
         return Basis(model, self._shapes, layers, part, keeps, bits)
 
 
@@ -163,13 +163,13 @@ class _Solved:
 def _solve(moments: Moments, layer: int, metric: Sequence[Tensor] | None) -> _Solved:
     residual, predict = moments.covariance(layer), None
     if layer:
-        under, cross = moments.covariance(layer - 1), moments.with_below(layer)
-        ridge = torch.diag(under.diagonal() * _RIDGE + torch.finfo(torch.float64).tiny)
-        predict = torch.linalg.solve(under + ridge, cross).bfloat16()
+        below, cross = moments.covariance(layer - 1), moments.with_below(layer)
+        ridge = torch.diag(below.diagonal() * _RIDGE + torch.finfo(torch.float64).tiny)
+        predict = torch.linalg.solve(below + ridge, cross).bfloat16()
         # Covariance of the residual of the prediction, rounded as it is stored.
-        used = predict.double()
-        both = used.T @ cross
-        residual = residual - both - both.T + used.T @ under @ used
+        weights = predict.double()
+        explained = weights.T @ cross
+        residual = residual - explained - explained.T + weights.T @ below @ weights
     if metric is None:
         metric = _by_variance(moments, layer)
     roots = [_roots(matrix.double()) for matrix in metric]
@@ -177,7 +177,7 @@ def _solve(moments: Moments, layer: int, metric: Sequence[Tensor] | None) -> _So
     variances, vectors = torch.linalg.eigh(root @ residual @ root)
     variances, vectors = variances.flip(0), vectors.flip(1)
     # Constant components have no scale, and get no bits.
-    variances = variances.where(variances > _LEAST_VARIANCE * variances[0], 0.0)
+    variances = variances.where(variances > _MIN_VARIANCE * variances[0], 0.0)
     # Make the sign of eigenvectors unique.
     largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
     vectors = vectors * torch.where(largest < 0, -1.0, 1.0)
@@ -210,10 +210,10 @@ def _roots(metric: Tensor) -> tuple[Tensor, Tensor]:
 
 def _threshold(variances: list[Tensor], rate: float) -> float:
     """Return the error that the last bit saves, if all layers share `rate` bits per feature."""
-    worth = torch.cat(variances)[:, None].cpu() * _WORTH
-    wanted = int(rate * len(worth))
-    assert 0 < wanted <= MAX_BITS * len(worth)
-    threshold = float(worth.flatten().sort(descending=True).values[wanted - 1])
+    values = torch.cat(variances)[:, None].cpu() * _BIT_VALUES
+    num_bits = int(rate * len(values))
+    assert 0 < num_bits <= MAX_BITS * len(values)
+    threshold = float(values.flatten().sort(descending=True).values[num_bits - 1])
     return max(threshold, torch.finfo(torch.float64).tiny)
 
 
@@ -221,6 +221,6 @@ def _share_bits(variances: list[Tensor], threshold: float) -> list[tuple[int, ..
     """Return the bits of each layer's components, without components that get none."""
     layer_bits = []
     for variance in variances:
-        bits = (variance[:, None].cpu() * _WORTH >= threshold).sum(1)
+        bits = (variance[:, None].cpu() * _BIT_VALUES >= threshold).sum(1)
         layer_bits.append(tuple(int(width) for width in bits if width))
     return layer_bits
