@@ -59,20 +59,23 @@ def conversations(count: int) -> tuple[list[StoredSegment], dict[str, str]]:
     return segments, parents
 
 
+def restored(segments: list[StoredSegment], parents: dict[str, str]) -> StoredTree:
+    """Each below its parent, whatever the index says of that."""
+    tree = StoredTree()
+    assert UnattachedSegments(tree).restore(segments) == ([], [])
+    check_tree(tree)
+    found = {s.segment_id: s.parent.segment_id if s.parent else "" for s in segments}
+    assert found == parents
+    return tree
+
+
 def test_a_start_without_the_index_looks_at_each_token_a_few_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each segment is digested once more, in pieces; it was each path, once per known length."""
     digests = calls_of(monkeypatch, unattached, "extended")
     segments, parents = conversations(200)
-    tree = StoredTree()
-
-    assert UnattachedSegments(tree).restore(segments) == ([], [])
-
-    check_tree(tree)
-    assert {s.segment_id: s.parent.segment_id for s in segments if s.parent is not None} == {
-        name: above for name, above in parents.items() if above
-    }
+    restored(segments, parents)
     paths = sum(s.info.prefix_len for s in segments)
     num_digested = sum(len(tokens) for (_, tokens), _ in digests)
     assert num_digested <= sum(s.info.num_tokens for s in segments) + paths
@@ -95,28 +98,17 @@ def test_a_chain_without_its_head_is_walked_once(monkeypatch: pytest.MonkeyPatch
 def test_a_wrong_parent_in_the_index_costs_nothing(wrong: str) -> None:
     """A bit that flips must not lend KVs to other tokens, nor cost a file."""
     segments, parents = conversations(4)
-    tree = StoredTree()
     names = ("00002-2", "00001-3", "00003-0")
     for segment in segments:
         segment.above = wrong if segment.segment_id in names else parents[segment.segment_id]
-
-    assert UnattachedSegments(tree).restore(segments) == ([], [])
-
-    check_tree(tree)
-    assert tree.get("00002-2").parent is tree.get("00002-1")  # type: ignore[union-attr]
-    assert tree.get("00001-3").parent is tree.get("00001-2")  # type: ignore[union-attr]
+    restored(segments, parents)
 
 
 def test_the_order_of_use_is_that_of_before() -> None:
-    segments, _ = conversations(3)
+    segments, parents = conversations(3)
     for segment, last_access in zip(segments, [5, 9, 2, 2, 2, *[3] * 10], strict=True):
         segment.last_access = last_access
-
-    tree = StoredTree()
-    assert UnattachedSegments(tree).restore(segments) == ([], [])
-
-    check_tree(tree)
-    names = [segment.segment_id for segment in tree.order]
+    names = [segment.segment_id for segment in restored(segments, parents).order]
     assert names[:3] == ["00000-4", "00000-3", "00000-2"], "what builds on others goes first"
     assert names[-2:] == ["00000-1", "00000-0"], "a use is one of all that it builds on"
     assert segments[0].last_access == 9
