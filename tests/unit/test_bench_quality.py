@@ -29,6 +29,7 @@ from bench.quality.blend import divergence, score
 from bench.quality.precision import Reader, Rule
 from bench.quality.tasks import Item, Task, make_task
 from impress_sglang.cli.calibrate import Prompts, calibrated
+from impress_sglang.codes.rows.fit import SINK_TOKENS
 from tests.serving.tiny_models import make_model, random_tokens
 
 EXACT, QUARTER, FIVE = Way("paper"), Way("paper", 0.25), Way("a@5", 1.0, 5.0)
@@ -161,8 +162,10 @@ def test_a_model_reads_on_behind_exact_and_rounded_kvs(tmp_path: Path) -> None:
     torch.testing.assert_close(exact, whole.log_softmax(-1), rtol=0, atol=1e-3)
 
     def loss(rule: str) -> float:
-        rounded = reader.follow(reader.rounded(Rule.parse(rule), kvs, energies), text)
-        return float((exact.exp() * (exact - rounded)).sum(-1).mean())
+        rounded = reader.rounded(Rule.parse(rule), kvs, energies)
+        assert torch.equal(rounded[0][1][:SINK_TOKENS], kvs[0][1][:SINK_TOKENS]), "values of sinks"
+        logp = reader.follow(rounded, text)
+        return float((exact.exp() * (exact - logp)).sum(-1).mean())
 
     assert 0 <= loss("coded 6") < loss("coded 5")
     assert 0 < loss("basis 4") < loss("coded 5") * 9
