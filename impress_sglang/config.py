@@ -332,7 +332,6 @@ class ImpressConfig:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> ImpressConfig:
-        """Build from a mapping of field names."""
         known = {option.field for option in OPTIONS}
         if unknown := sorted(set(options) - known):
             raise ConfigError(
@@ -402,7 +401,6 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """Its name on the command line."""
         return "--impress-" + self.field.replace("_", "-")
 
 
@@ -420,5 +418,4 @@ OPTIONS = tuple(
 
 
 def bytes_of(gigabytes: float) -> int:
-    """Convert an option in GB (10^9 bytes) to bytes."""
     return int(gigabytes * 1e9)

@@ -119,7 +119,6 @@ def calibrated(
 
 
 def _figures_of(bases: Sequence[Basis]) -> dict[str, Any]:
-    """Return the reported figures of the bases of all ranks, for each rate."""
     features = sum(heads * dim for basis in bases for heads, dim in basis.shapes)
     exact, figures = features * bases[0].num_layers * _BITS / 8, {}
     for keeps in RATES:
@@ -210,7 +209,6 @@ class Prompts:
 
     @functools.cached_property
     def num_kv_heads(self) -> int:
-        """KV heads of each layer."""
         return self._prefix([0])[0][0].shape[1]
 
     def gradients(self, ids: Sequence[int]) -> tuple[KVs, list[KVs]]:

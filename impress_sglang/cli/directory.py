@@ -50,7 +50,6 @@ Selection: TypeAlias = Mapping[str, Any]
 
 
 def stat(root: Path) -> list[Row]:
-    """Return the sizes of each store."""
     rows = []
     for path in stores_in(root):
         with _locked(path):
@@ -63,7 +62,6 @@ def stat(root: Path) -> list[Row]:
 
 
 def ls(root: Path) -> list[Row]:
-    """List all segments, store by store, the most recently used first."""
     rows = []
     for path in stores_in(root):
         with _locked(path):
@@ -100,7 +98,6 @@ def verify(root: Path) -> list[Row]:
 
 
 def clear(root: Path) -> list[Row]:
-    """Remove all stores; return their sizes."""
     removed = stat(root)
     for path in stores_in(root):
         _remove(path)
@@ -170,7 +167,6 @@ def stores_in(root: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[PrefixStore]:
-    """Open the store in a folder, and close it at the end."""
     config = ImpressConfig(
         ssd_dir=str(path.parent),
         ssd_gb=_UNBOUNDED_GB,

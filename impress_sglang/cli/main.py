@@ -291,7 +291,6 @@ def _segment_rows(overview: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _summary_of(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the most important statistics."""
     store, totals = stats["store"] or {}, stats["totals"]
     names = ("segments", "used_bytes", "quota_bytes", "writes_pending", "bytes_written")
     return {

@@ -26,7 +26,6 @@ _GB = 1e9
 
 
 def plan(args: Namespace) -> dict[str, Any]:
-    """Compute the sizes and times, for all ranks together."""
     prefixes, tokens, per_second = args.prefixes, args.tokens, args.drive_gbps * _GB
     positive = min(prefixes, tokens) >= 1 and args.per_day >= 0 and per_second > 0
     if not positive or args.bits not in BITS:

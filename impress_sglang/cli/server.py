@@ -23,15 +23,12 @@ class Server:
         self._api_key = api_key or key
 
     def stats(self) -> dict[str, Any]:
-        """See `GET /impress/stats`."""
         return self._ask("GET", "/impress/stats", self._api_key)
 
     def overview(self) -> dict[str, Any]:
-        """See `GET /impress/overview`."""
         return self._ask("GET", "/impress/overview", self._key)
 
     def order(self, verb: str, prefix: dict[str, Any] | None = None) -> Any:
-        """See `POST /impress/{warm,pin,unpin,purge,why,check}`."""
         return self._ask("POST", f"/impress/{verb}", self._key, prefix)
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +41,6 @@ class Server:
         return report
 
     def tokenize(self, text: str) -> list[int]:
-        """Tokenize a text with the server's tokenizer, without special tokens."""
         body = {"prompt": text, "add_special_tokens": False}
         return self._ask("POST", "/tokenize", self._api_key, body)["tokens"]
 

@@ -109,7 +109,6 @@ class Basis:
 
     @functools.cached_property
     def layouts(self) -> tuple[RowLayout, ...]:
-        """Layouts of each layer's rows."""
         return tuple(RowLayout(layer.bits) for layer in self.layers)
 
     @property

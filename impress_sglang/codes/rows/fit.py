@@ -70,7 +70,6 @@ class Moments:
             below = rows
 
     def of_heads(self, heads: slice) -> Moments:
-        """Return the moments of some heads only."""
         moments, features_of, begin = Moments(), [], 0
         for count, dim in self.shapes:
             features = torch.arange(begin, begin + count * dim).view(count, dim)[heads]

@@ -98,7 +98,6 @@ class RowLayout:
 
     @functools.cached_property
     def _places(self) -> tuple[Int32s, RowTables]:
-        """Results of `parts` and `tables`."""
         bits, count = self.bits, len(self.bits)
         parts, begin, num_parts, areas = np.full((count, 4, 2), -1, np.int32), _GAIN_BYTES, 0, []
         first_parts = np.full((count, 3), -1, np.int64)
@@ -143,7 +142,6 @@ class RowLayout:
         return self._places[0]
 
     def tables(self) -> RowTables:
-        """Return the places for compiled loops."""
         return self._places[1]
 
     def pack(self, codes: Tensor, gains: Tensor) -> Tensor:
