@@ -38,8 +38,7 @@ torch.set_num_threads(1)
 LONGEST = (
     *("test_ranks", "test_real_model", "test_pools", "test_random", "test_jobs"),
     *("test_triton_backend", "test_exact", "test_hybrids", "test_hicache_backend", "test_bits"),
-    *("test_store_stateful", "test_coded_paths", "test_tree_loads"),
-    *("test_engine_bench", "test_refusals"),
+    *("test_store_stateful", "test_coded", "test_tree_loads", "test_engine_bench", "test_refusals"),
 )
 # How a model is served in the randomised run.
 RANKS = ("one", "tp", "dp")

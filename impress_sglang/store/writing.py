@@ -156,7 +156,11 @@ class SegmentWrites:
         return (write.segment for write in self._writes if not write.segment.lost)
 
     def should_sample_queries(self) -> bool:
-        return self._codec is not None and self._codec.by_energy and self._disk.meter.wants()
+        return (
+            self._codec is not None
+            and self._codec.by_energy
+            and self._disk.meter.sample_next_prompt()
+        )
 
     @property
     def are_taken(self) -> bool:

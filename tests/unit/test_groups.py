@@ -209,7 +209,7 @@ def test_what_is_damaged_is_measured_anew(
     later.restore(bytes(content))
     assert later.energy(0, SHAPE) is None
     if damage != "not a number":
-        assert "damaged" in caplog.text and later.wants()
+        assert "damaged" in caplog.text and later.sample_next_prompt()
 
 
 def test_a_store_codes_by_what_it_knows_of_queries(

@@ -33,7 +33,10 @@ def no_queries(layer: int) -> None:
 
 
 class QueryMeter:
-    """Keeps the latest energy of each layer. Thread: writer, except `wants` and `has_news`."""
+    """Keeps the latest energy of each layer.
+
+    Thread: writer, except `sample_next_prompt` and `has_news`.
+    """
 
     def __init__(self) -> None:
         self._energies: dict[int, Tensor] = {}
@@ -41,7 +44,7 @@ class QueryMeter:
         self.has_news = False
         """Whether any energy was measured since the last `dump`."""
 
-    def wants(self) -> bool:
+    def sample_next_prompt(self) -> bool:
         """Count a prompt that will be stored, and return whether to measure it."""
         self._prompts += 1
         return self._prompts <= FIRST_PROMPTS or self._prompts % ONE_OF_PROMPTS == 0

@@ -31,7 +31,7 @@ _ENDS = np.concatenate([np.append(bounds, np.float32(np.inf)) for bounds in BOUN
 _BINS = (np.arange(12 * BINS) - 6 * BINS) / BINS
 _GUESSES = np.stack([np.searchsorted(bounds, _BINS) for bounds in BOUNDS]).astype(np.uint8)
 # Errors of larger components may overflow float32, and `quantise` would find no best gain.
-_TOO_LARGE = 1e15
+_MAX_COMPONENT = 1e15
 
 
 def encode_layer(
@@ -51,18 +51,18 @@ def encode_layer(
     Raises:
         NotCodable: a number is not finite, or too large.
     """
-    of_layer = basis.layers[layer]
+    layer_basis = basis.layers[layer]
     x = torch.cat([part.flatten(1).float() for part in kvs], 1)
-    residual = x - of_layer.mean
-    if of_layer.predict is not None:
+    residual = x - layer_basis.mean
+    if layer_basis.predict is not None:
         assert below is not None
-        residual -= below.float() @ of_layer.predict.float()
-    components = residual @ of_layer.forward
-    if not (x.isfinite().all() and (components.abs() < _TOO_LARGE).all()):
+        residual -= below.float() @ layer_basis.predict.float()
+    components = residual @ layer_basis.forward
+    if not (x.isfinite().all() and (components.abs() < _MAX_COMPONENT).all()):
         raise NotCodable(f"KVs of layer {layer} are infinite, not a number, or too large")
     codes = torch.empty_like(components, dtype=torch.uint8)
     gains = torch.empty(len(x), GAINS, dtype=torch.uint8)
-    bits = np.array(of_layer.bits, np.uint8)
+    bits = np.array(layer_basis.bits, np.uint8)
     quantise(
         components.numpy(),
         bits,
@@ -79,7 +79,7 @@ def encode_layer(
     factors = components.bfloat16()
     if below is not None:
         factors = torch.cat([factors, below], 1)
-    return basis.layouts[layer].pack(codes, gains), product_of(factors, product_matrix(of_layer))
+    return basis.layouts[layer].pack(codes, gains), product_of(factors, product_matrix(layer_basis))
 
 
 def product_matrix(layer: LayerBasis) -> Tensor:
