@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,6 @@ LAYERS = 2
 @dataclasses.dataclass(eq=False)
 class Hold:
     path: Path
-    ended: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -58,18 +57,19 @@ class Tree:
             found += 1
         return tokens[:found]
 
+    def on(self, path: Path) -> Iterator[Node]:
+        return (self.nodes[path[:stop]] for stop in range(1, len(path) + 1))
+
     def lock(self, path: Path) -> Hold:
-        for stop in range(1, len(path) + 1):
-            self.nodes[path[:stop]].locks += 1
+        for node in self.on(path):
+            node.locks += 1
         self.holds.append(hold := Hold(path))
         return hold
 
     def unlock(self, hold: Hold) -> None:
-        assert not hold.ended, "a lock ends once"
-        hold.ended = True
         self.holds.remove(hold)
-        for stop in range(1, len(hold.path) + 1):
-            self.nodes[hold.path[:stop]].locks -= 1
+        for node in self.on(hold.path):
+            node.locks -= 1
 
     @property
     def evictable(self) -> int:
@@ -118,8 +118,8 @@ class Tree:
 
     def written(self, path: Path) -> bool:
         return all(
-            self.contents[self.nodes[path[:stop]].slot] == [path[:stop]] * LAYERS
-            for stop in range(1, len(path) + 1)
+            self.contents[node.slot] == [path[:stop]] * LAYERS
+            for stop, node in enumerate(self.on(path), 1)
         )
 
 
@@ -250,8 +250,7 @@ class Pool:
         if path in counted:
             return total - len(path)
         counted.add(path)
-        unlocked = (not self.tree.nodes[path[:stop]].locks for stop in range(1, len(path) + 1))
-        return total - len(path) + sum(unlocked)
+        return total - len(path) + sum(not node.locks for node in self.tree.on(path))
 
     def is_idle(self) -> bool:
         return self.idle
@@ -312,24 +311,19 @@ def new_job(tokens: Path, start: int = 0) -> LoadJob:
 
 def check_queue(jobs: JobQueue[Request]) -> None:
     """What holds between calls of a queue; slots and locks of requests are somebody else's."""
-    for rid, waiter in jobs.waiters.items():
-        assert waiter.rid == rid
-        assert waiter.job is None or (waiter.job in jobs.jobs and waiter in waiter.job.waiters)
+    loader: Any = jobs._loader
+    for rid, request in jobs.waiters.items():
+        assert request.rid == rid
+        assert request.job is None or (request.job in jobs.jobs and request in request.job.waiters)
     for job in jobs.jobs:
         assert all(w.job is job and jobs.waiters[w.rid] is w for w in job.waiters)
         if job.state is JobState.WAITING:
             assert job.slots is None and job.hold is None, "who waits holds nothing"
             assert job.waiters, "nobody waits for it"
-            assert job not in _begun(jobs)
+            assert job not in loader.begun
         else:
             # Its end was not taken in, or it is being loaded.
-            assert job.done.is_set() or job in _begun(jobs)
+            assert job.done.is_set() or job in loader.begun
             assert job.slots is None or not job.revoked
             assert job.waiters or job.early or job.slots is None, "nobody waits for it"
     assert len(set(map(id, jobs.jobs))) == len(jobs.jobs)
-
-
-def _begun(jobs: JobQueue[Request]) -> collections.deque[LoadJob]:
-    loader: Any = jobs._loader
-    begun: collections.deque[LoadJob] = loader.begun
-    return begun

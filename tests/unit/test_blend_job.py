@@ -139,24 +139,32 @@ def quality_of(plan: BlendJob) -> Quality:
     return plan.match.quality.after(plan.estimate.bits, plan.share)
 
 
-def test_documents_in_another_order(make: Make) -> None:
-    desk = make((0, 1, 2))
+@pytest.mark.parametrize(
+    ("tokens", "resident", "kinds", "shifts"),
+    [
+        (texts(0, 2, 1), 0, 200 * "k" + 403 * "r", [0, -201, 202]),
+        (texts(0, 2, 1), 150, 50 * "k" + 403 * "r", [0, -201, 202]),
+        (texts(3, 2), 204, 201 * "r", [-198]),
+        (
+            [*texts(2), 5, 6, *texts(0), 7, 8, 9],
+            *(0, 16 * "c" + 186 * "r" + 2 * "c" + 200 * "r", [-401, 204]),
+        ),
+    ],
+    ids=["behind a prefix", "a part is resident", "all before is", "without a prefix"],
+)
+def test_documents_in_another_order(
+    make: Make, tokens: list[int], resident: int, kinds: str, shifts: list[int]
+) -> None:
+    """A prefix stays exact, and what is resident is not read."""
+    plan = make((0, 1, 2)).planned(tokens, resident)
+    assert kinds_of(plan) == kinds and [run.shift for run in plan.runs] == shifts
+    assert plan.stop - resident == len(plan.kinds) and plan.new == 1 + len(tokens) - plan.stop
+    assert quality_of(plan) != EXACT and bool(plan.match.spans) == ("k" in kinds)
+    assert all(run.start >= resident for run in plan.runs) and plan.runs[-1].stop == plan.stop
 
-    plan = desk.planned([*texts(2), 5, 6, *texts(0), 7, 8, 9])
 
-    assert kinds_of(plan) == 16 * "c" + 186 * "r" + 2 * "c" + 200 * "r"
-    assert plan.stop == len(plan.kinds) == 404
-    assert plan.new == 4 and quality_of(plan) != EXACT and not plan.match.spans
-    assert [(run.start, run.stop, run.shift) for run in plan.runs] == [
-        (0, 202, -401),
-        (204, 404, 204),
-    ]
-
-
-def test_a_prefix_stays_exact_and_is_a_head(make: Make) -> None:
-    plan = make((0, 1, 2)).planned(texts(0, 2, 1))
-    assert kinds_of(plan) == 200 * "k" + 403 * "r"
-    assert [run.shift for run in plan.runs] == [0, -201, 202]
+def test_of_a_prefix_that_only_sglang_has_there_is_nothing_to_find(make: Make) -> None:
+    assert make((0, 1, 2)).plan(texts(3), resident=100) is None
 
 
 def test_behind_what_was_blended_before_only_the_rest_is(make: Make) -> None:
@@ -172,14 +180,6 @@ def test_behind_what_was_blended_before_only_the_rest_is(make: Make) -> None:
     assert kinds_of(plan).startswith(203 * "c" + 202 * "r")
     assert quality_of(plan) == Quality(1, 6.0, 0.75)
     assert desk.plan([7, *texts(3)]) is None, "what was blended is no donor"
-
-
-def test_what_is_resident_is_not_read(make: Make) -> None:
-    desk = make((0, 1, 2))
-    assert kinds_of(desk.planned(texts(0, 2, 1), resident=150)) == 50 * "k" + 403 * "r"
-    assert kinds_of(desk.planned(texts(3, 2), resident=204)) == "r" * 201
-    # Of a prefix that only SGLang's tree has there is nothing to find.
-    assert desk.plan(texts(3), resident=100) is None
 
 
 @pytest.mark.parametrize(

@@ -40,29 +40,20 @@ def test_tokens_are_split_by_their_sources(
     assert split_tokens(num_tokens, **found) == expected
 
 
-PROMPT = [*range(100, 400)]
-
-
-def note(
-    recent: RecentRequests, prompt: list[int] = PROMPT, namespace: str = "n", **report: Any
-) -> None:
-    report = new_report("impress", 0, len(prompt)) | report
-    recent.note("r" * 500, namespace, prompt, report, waited=0.25, loading=0.04, computing=0.06)
-
-
 def test_prompts_are_told_apart_and_not_shown() -> None:
+    prompt = [*range(100, 400)]
+
+    def note(recent: RecentRequests, tokens: list[int], namespace: str = "n") -> Any:
+        report = new_report("impress", 0, len(tokens))
+        recent.note("r" * 500, namespace, tokens, report, waited=0.25, computing=0.06)
+        return recent.after(0)[0]["begins"]
+
     recent = RecentRequests()
-    note(recent)
-    note(recent, [*PROMPT[:64], 7])
-    note(recent, PROMPT[1:])
-    note(recent, namespace="other")
-    note(recent, PROMPT[:63])
-    short, other, later, same, first = [row["begins"] for row in recent.after(0)]
-    assert first == same and short == "" and len({first, later, other}) == 3
-    assert all(row["words"] is None for row in recent.after(0))
-    again = RecentRequests()
-    note(again)
-    assert again.after(0)[0]["begins"] != first, "nobody can look a prompt up"
+    first, same = note(recent, prompt), note(recent, [*prompt[:64], 7])
+    later, other = note(recent, prompt[1:]), note(recent, prompt, "other")
+    assert first == same and len({first, later, other}) == 3 and note(recent, prompt[:63]) == ""
+    assert len(recent.after(0)) == 5 and not any(row["words"] for row in recent.after(0))
+    assert note(RecentRequests(), prompt) != first, "nobody can look a prompt up"
 
 
 LABELS = {"tp_rank": "0"}

@@ -126,19 +126,14 @@ def job(state: JobState | None = None) -> LoadJob:
     return job
 
 
-def agreement(rank: int, others: list[list[int]], now: float = 5.0) -> Agreement:
-    """Of a rank, whose votes are added to those of others."""
-
-    def begin(numbers: Sequence[int]) -> Any:
-        others.append(list(numbers))
-        return lambda: [min(votes) for votes in zip(*others, strict=True)]
-
-    return Agreement(Ranks(rank, 2, begin), lambda: now)
-
-
 def test_rank_0_decides_and_the_least_counts() -> None:
     heard: list[list[int]] = []
-    first = agreement(0, heard)
+
+    def begin(numbers: Sequence[int]) -> Any:
+        heard.append(list(numbers))
+        return lambda: [min(votes) for votes in zip(*heard, strict=True)]
+
+    first, second = (Agreement(Ranks(n, 2, begin), lambda now=5.0 - 4 * n: now) for n in range(2))
     jobs = [job(JobState.LOADED), job(JobState.LOADED), job()]
     mine = {
         "a": LoadProposal(700, loads=True, patience=2.5),
@@ -148,7 +143,6 @@ def test_rank_0_decides_and_the_least_counts() -> None:
     assert first.agree(mine, jobs, [], "xyz") == (mine, jobs[:2], [], "xyz")
     assert first.now() == 5.0
 
-    second = agreement(1, heard, now=1.0)
     jobs = [job(JobState.FAILED), job(), job()]
     theirs = {
         "a": LoadProposal(600, patience=0.1),
@@ -211,9 +205,10 @@ def test_ranks_of_a_model_know_their_stores(tmp_path: Any) -> None:
     assert rank_identity(["a"], 0) == "a"
 
 
-def test_ranks_share_the_quota() -> None:
-    share = share_of_rank(ImpressConfig(ssd_gb=3.0, host_gb=2.0, device_gb=1.0), 2)
-    assert (share.ssd_gb, share.host_gb, share.device_gb) == (1.5, 1.0, 1.0)
-    share = share_of_rank(ImpressConfig(ssd_gb=3.0, host_gb=2.0), 4, 2)
-    assert (share.ssd_gb, share.host_gb) == (1.5, 0.5)
-    assert share_of_rank(ImpressConfig(), 1) == ImpressConfig()
+@pytest.mark.parametrize(("ranks", "ssd_gb", "host_gb"), [((2,), 1.5, 1.0), ((4, 2), 1.5, 0.5)])
+def test_ranks_share_the_quota(ranks: tuple[int, ...], ssd_gb: float, host_gb: float) -> None:
+    """And the memory; copies share a store."""
+    share = share_of_rank(ImpressConfig(ssd_gb=3.0, host_gb=2.0, device_gb=1.0), *ranks)
+    assert share == ImpressConfig(
+        ssd_gb=ssd_gb, host_gb=host_gb, device_gb=1.0, buffer_gb=1.0 / ranks[0]
+    )
