@@ -16,7 +16,6 @@ from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.store.stored import StoredMatch
 from impress_sglang.transfer.codecs import Codec
 from impress_sglang.transfer.filling import StoredLayers
 from tests.faults import Faults, FaultyFileSystem
@@ -62,24 +61,30 @@ class Desk:
         for tokens in all_tokens:
             self.bench.put(self.store, tokens, **options)
 
-    def job(self, tokens: Sequence[int], kv_class: KVClass, start: int = 0) -> LoadJob:
-        """A job with slots, which is not begun."""
-        match = look_up(self.store, tokens)
-        assert match.num_tokens == len(tokens)
-        return self.job_of(tokens, match, kv_class, start)
-
-    def job_of(
-        self, tokens: Sequence[int], match: StoredMatch, kv_class: KVClass, start: int
-    ) -> LoadJob:
-        whole = kv.as_tokens(tokens)
-        job = LoadJob(self.store, kv_class, (None, None), whole, match, start, UNKNOWN)
-        self.give_slots(job)
-        return job
-
-    def give_slots(self, job: LoadJob) -> None:
+    def start(self, job: LoadJob) -> LoadJob:
+        """Give it slots, and begin it."""
         job.slots = job.target = self.free[: len(job)]
         self.free = self.free[len(job) :]
         job.state = JobState.LOADING
+        self.loader.begin(job)
+        return job
+
+    def begin(
+        self, tokens: Sequence[int], kv_class: KVClass = EXACT_KVS, first: int = 0
+    ) -> LoadJob:
+        """A job for the tokens from the `first` on."""
+        match, whole = look_up(self.store, tokens), kv.as_tokens(tokens)
+        assert match.num_tokens == len(tokens)
+        return self.start(LoadJob(self.store, kv_class, (None, None), whole, match, first, UNKNOWN))
+
+    def load(self, tokens: Sequence[int], kv_class: KVClass = EXACT_KVS, first: int = 0) -> LoadJob:
+        job = self.begin(tokens, kv_class, first)
+        self.wait(job)
+        return job
+
+    def wait(self, *jobs: LoadJob) -> None:
+        """Until all have ended."""
+        assert all(job.done.wait(60) and job.began_at >= job.planned_at for job in jobs)
 
     def check_or_gone(self, job: LoadJob) -> bool:
         """Whether a job was loaded; if not, its segments were evicted before it began."""
@@ -90,22 +95,6 @@ class Desk:
             return False
         self.check(job)
         return True
-
-    def begin(
-        self, tokens: Sequence[int], kv_class: KVClass = EXACT_KVS, start: int = 0
-    ) -> LoadJob:
-        job = self.job(tokens, kv_class, start)
-        self.loader.begin(job)
-        return job
-
-    def load(self, tokens: Sequence[int], kv_class: KVClass = EXACT_KVS, start: int = 0) -> LoadJob:
-        job = self.begin(tokens, kv_class, start)
-        self.wait(job)
-        return job
-
-    def wait(self, *jobs: LoadJob) -> None:
-        """Until all have ended."""
-        assert all(job.done.wait(60) and job.began_at >= job.planned_at for job in jobs)
 
     def check(self, job: LoadJob) -> None:
         """Its slots hold exact KVs, or what these are in six bits, by definition."""

@@ -113,10 +113,8 @@ class Desk(load_desk.Desk):
     def run(self, job: BlendJob) -> tuple[list[Tensor], list[Tensor]]:
         """What is read into its slots: keys and values of each layer, EMPTY where nothing is."""
         job.begin_at(job.start)
-        self.give_slots(job)
+        self.wait(self.start(job))
         assert job.target is not None
-        self.loader.begin(job)
-        self.wait(job)
         rows = self.pools.rows(job.target)
         return rows[: self.shape.num_layers], rows[self.shape.num_layers :]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import random
 
@@ -183,20 +184,18 @@ def test_what_requests_take_is_learnt_within_a_tenth(machine: Machine, noise: fl
 
 @each_machine
 @pytest.mark.parametrize("noise", [0.0, 0.1])
-@pytest.mark.parametrize("whole", [False, True])
 def test_what_loading_in_a_pass_takes_is_learnt_within_a_tenth(
-    machine: Machine, noise: float, whole: bool
+    machine: Machine, noise: float
 ) -> None:
     """Of which one disturbed pass says nothing: it may have waited for a compiler."""
     pick, costs = random.Random(5), LoadCosts()
-    for number in range(300):
+    for number, whole in itertools.product(range(300), (False, True)):
         work = RequestLengths(0, stored=pick.randint(256, 20_000), new=pick.randint(16, 4000))
-        for kind in (False, True):
-            seconds = machine.load(work, whole=kind) * pick.uniform(1 - noise, 1 + noise)
-            costs.observe(work, seconds, whole=kind)
+        seconds = machine.load(work, whole=whole) * pick.uniform(1 - noise, 1 + noise)
+        costs.observe(work, seconds, whole=whole)
         assert number or not costs.seconds(work, whole=whole)
 
-    for work in WORKS:
+    for work, whole in itertools.product(WORKS, (False, True)):
         expected = machine.load(work, whole=whole)
         assert costs.seconds(work, whole=whole) == pytest.approx(expected, rel=0.1)
 
