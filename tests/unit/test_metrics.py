@@ -119,14 +119,14 @@ def test_a_label_of_ours_is_ours() -> None:
 def test_another_store_counts_from_nothing(store: PrefixStore) -> None:
     """As after new weights; what Prometheus was told before stays."""
     world, told = World(), []
-    for written in (10, None, 4, 6):
+    for written in (10, None, 4, 6, 2):
         store.stats.bytes_written = written or 0
         world.store = None if written is None else store.summary()
         world.tell(now=True)
         told.append(
             (world.value("ssd_written_bytes_total"), world.value("store_state", state="ok"))
         )
-    assert told == [(10, 1), (10, 0), (14, 1), (16, 1)]
+    assert told == [(10, 1), (10, 0), (14, 1), (16, 1), (18, 1)]
     world.suspended = "a reason"
     world.tell(now=True)
     assert world.value("store_state", state="suspended") == 1.0

@@ -33,6 +33,13 @@ def test_better_is_a_partial_order(a: Quality, b: Quality, c: Quality) -> None:
     assert a.rank < b.rank or a.blended or not b.blended, "whatever else they rest on"
 
 
+def test_neither_fewer_approximations_nor_more_bits_make_up_for_the_other() -> None:
+    often, coarse, better = Quality(2, 8.0), Quality(1, 5.0), Quality(1, 8.0)
+
+    assert not often.suffices(coarse) and not coarse.suffices(often)
+    assert better.suffices(often) and better.suffices(coarse)
+
+
 @given(QUALITIES, SOME_BITS, SOME_SHARES)
 def test_what_is_computed_behind_few_bits_is_worse_by_one_approximation(
     before: Quality, bits: float, share: float
