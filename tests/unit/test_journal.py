@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ REFUSALS = {
     "full": Rule("ENOSPC", "write"),
     "torn": Rule("torn", "write"),
     "dead": Rule("EIO", "write|open-write|rename"),
+    "cannot be synced": Rule("EIO", "sync"),
+    "cannot be renamed": Rule("EIO", "rename"),
     "cannot be opened": Rule("EMFILE", "open-write"),
 }
 
@@ -35,9 +38,8 @@ def rows(*names: str) -> list[StoredSegment]:
     return [segment(name) for name in names]
 
 
-def same(left: StoredSegment, right: StoredSegment) -> bool:
-    rest = [(e.file_bytes, e.last_access, e.hits) for e in (left, right)]
-    return left.info.describes_same(right.info) and rest[0] == rest[1]
+def state(found: dict[str, StoredSegment]) -> dict[str, tuple[Any, ...]]:
+    return {s.segment_id: (s.info.num_tokens, s.info.quality, *s.use[1:]) for s in found.values()}
 
 
 @pytest.fixture
@@ -50,60 +52,42 @@ def journal(files: FaultyFileSystem, tmp_path: Path) -> Journal:
     return Journal(files, tmp_path)
 
 
-def test_changes(journal: Journal, tmp_path: Path) -> None:
-    journal.record(*rows("a", "b"))
-    journal.record({"gone": ["a", "unknown"]})
-    journal.record({"gone": ["b"]}, segment("c", last_access=2))
-    journal.record({"use": ("c", 9, 4, "a")}, {"use": ("unknown", 9, 4, "")})
-
-    found = index_in(tmp_path)
-
-    assert list(found) == ["c"] and found["c"].above == "a"
-    assert same(found["c"], segment("c", last_access=9, hits=4))
-
-
-@pytest.mark.parametrize("refusal", REFUSALS)
-def test_changes_that_are_refused_are_made_later_in_their_order(
-    journal: Journal, files: FaultyFileSystem, tmp_path: Path, refusal: str
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_read_is_what_was_recorded(
+    files: FaultyFileSystem, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal.record(*rows("old", "older", "kept"))
-    with files.faults.injected(REFUSALS[refusal]):
-        for change in (
-            lambda: journal.record(*rows("new")),
-            lambda: journal.record({"gone": ["old"]}),
-            lambda: journal.record({"gone": ["older"]}, *rows("newer", "old")),
-            lambda: journal.record({"gone": ["old"]}),
-            lambda: journal.record({"use": ("new", 5, 6, "")}, {"use": ("old", 1, 1, "")}),
-            lambda: journal.record({"use": ("kept", 9, 4, "")}),
-        ):
-            with pytest.raises(OSError):
-                change()
-        assert "kept" in index_in(tmp_path)
-
-    journal.record()
-
-    for found in (index_in(tmp_path), journal.segments()):
-        assert sorted(found) == ["kept", "new", "newer"]
-        assert same(found["kept"], segment("kept", last_access=9, hits=4))
-        assert same(found["new"], segment("new", last_access=5, hits=6))
-
-
-def test_one_that_is_made_anew_is_the_old_one_until_it_is_whole(
-    journal: Journal, files: FaultyFileSystem, tmp_path: Path
-) -> None:
-    journal.record(*rows("old"))
-    path = tmp_path / "journal"
-    path.write_bytes(path.read_bytes() + b"damaged\n")
-    journal = Journal(files, tmp_path)
-    for number, operation in enumerate(("write", "sync", "rename")):
-        with files.faults.injected(Rule("ENOSPC", operation)), pytest.raises(OSError):
-            journal.record(*rows(str(number)))
-        assert list(index_in(tmp_path)) == ["old"]
-
-    journal.record()
-
-    assert len(index_in(tmp_path)) == 4 and list(tmp_path.iterdir()) == [path]
-    assert b"damaged" not in path.read_bytes()
+    """In its order, whatever the disk refuses for a while, and whenever the file is made anew."""
+    monkeypatch.setattr(journal_module, "_SLACK_BYTES", 2000)
+    chance, journal, path = random.Random(seed), Journal(files, tmp_path), tmp_path / "journal"
+    expected, before, changed = dict[str, Any](), dict[str, Any](), set[str]()
+    for number in range(150):
+        name, kind = chance.choice("abcdefghi"), chance.choice(["add", "use", "gone"])
+        changed.add(name)
+        change: Any = {"gone": [name, "unknown"]}
+        if kind == "add":
+            expected |= state({name: (change := segment(name, 8 + number))})
+        elif kind == "gone":
+            expected.pop(name, None)
+        else:
+            change = {"use": (name, number, 4, "above")}
+            if name in expected:
+                expected[name] = (*expected[name][:2], *change["use"][1:])
+        if chance.random() < 0.4:
+            files.faults.add(chance.choice([*REFUSALS.values()]))
+        try:
+            journal.record(change)
+        except OSError:
+            kept = {name: before[name] for name in before.keys() - changed}
+            assert kept.items() <= state(index_in(tmp_path)).items(), "until the new one is whole"
+            continue
+        finally:
+            files.faults.clear()
+        assert state(index_in(tmp_path)) == state(journal.segments()) == expected
+        assert list(tmp_path.iterdir()) == [path]
+        before, changed = expected.copy(), set()
+        if chance.random() < 0.1:
+            path.write_bytes(path.read_bytes() + b"damaged\n")
+            journal = Journal(files, tmp_path)
 
 
 def test_it_is_made_anew_once_most_of_it_is_out_of_date(
