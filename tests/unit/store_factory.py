@@ -388,25 +388,17 @@ def index_of(bench: Workbench) -> dict[str, StoredSegment]:
     return index_in(path.parent)
 
 
-def change_index(
-    root: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None], *, sound: bool = False
-) -> int:
+def change_index(root: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> int:
     """By hand, in the only index below a folder; returns how many lines are others now.
 
-    `change` returns a record, None to leave it out. Lines are damaged by that unless `sound`.
+    `change` returns a record, None to leave it out.
     """
     (path,) = root.rglob("journal")
-    lines, count = list[bytes](), 0
-    for line in path.read_bytes().splitlines(keepends=True):
-        record = decode(line)
-        assert record is not None
-        changed = change(json.loads(json.dumps(record)))
-        count += changed != record
-        if changed is not None:
-            new = encode(json.dumps(changed).encode())
-            lines.append(line if changed == record else new if sound else line[:17] + new[17:])
-    path.write_bytes(b"".join(lines))
-    return count
+    lines = path.read_bytes().splitlines(keepends=True)
+    records = [change(decode(line) or {}) for line in lines]
+    changed = [b"" if record is None else encode(json.dumps(record).encode()) for record in records]
+    path.write_bytes(b"".join(changed))
+    return sum(old != new for old, new in zip(lines, changed, strict=True))
 
 
 def three_prefixes(bench: Workbench, **options: Any) -> PartStore:

@@ -167,7 +167,7 @@ def test_a_line_of_another_version_is_none(
     def other(record: dict[str, Any]) -> dict[str, Any]:
         return record | change if "add" in record and next(is_first, False) else record
 
-    assert change_index(tmp_path, other, sound=True) == 1
+    assert change_index(tmp_path, other) == 1
     assert list(journal.segments()) == ["b"]
 
 

@@ -160,7 +160,7 @@ def test_writes_that_hang_are_given_up_and_their_slots_with_them(
     assert bench.abandoned == bench.done == [prompt(1)]
     assert store.health.state == "read-only"
     faults.clear()
-    stores.until(store, lambda: not store.writes)
+    until(store, lambda: not store.writes)
     until_well(store)
 
 
@@ -202,18 +202,18 @@ def test_a_directory_that_goes_and_comes_back(
     folder.write_text("what stands there now is not ours")
     with pytest.raises(PrefixUnreadable):
         read(store, prompt(1, 40))
-    stores.until(store, lambda: store.health.state == "degraded")
+    until(store, lambda: store.health.state == "degraded")
 
     assert length(store, prompt(1, 40)) == 0
     assert bench.offer(store, prompt(3)) is StoreOutcome.UNAVAILABLE
     (purged,) = (segment for segment in store.tree.segments() if segment.info.num_tokens == 8)
     store.writes.discard([purged], MissCause.PURGED)
-    stores.until(store, lambda: bool(store.worker.unremoved()))
+    until(store, lambda: bool(store.worker.unremoved()))
     assert folder.is_file()
     folder.unlink()
     shutil.move(away, folder)
     until_well(store)
-    stores.until(store, lambda: not store.worker.unremoved())
+    until(store, lambda: not store.worker.unremoved())
     check_rows(store, prompt(1, 40))
     assert store.stats.segments_gone == 0 and len(bench.files()) == 1
     store = bench.reopen(store)
@@ -257,23 +257,6 @@ def test_pins_that_are_refused_twice_are_kept_later(
     until_well(store)
 
 
-def test_a_directory_that_was_removed_begins_anew(
-    bench: Workbench, store: PrefixStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    bench.put(store, prompt(1, 40))
-    shutil.rmtree(bench.root)
-    with pytest.raises(SegmentUnreadable):
-        read(store, prompt(1, 40))
-    stores.until(store, lambda: store.health.state == "degraded")
-    until_well(store)
-
-    assert "was removed; it begins anew" in caplog.text
-    assert length(store, prompt(1, 40)) == 0
-    assert store.summary()["used_bytes"] == 0
-    bench.put(store, prompt(1, 40))
-    check_rows(store, prompt(1, 40))
-
-
 class _OtherDisk(FaultyFileSystem):
     """The mount point without what was mounted there."""
 
@@ -294,7 +277,7 @@ def test_nothing_is_made_in_the_place_of_a_disk_that_is_not_mounted(bench: Workb
     bench.root.mkdir()
     with pytest.raises(SegmentUnreadable):
         read(store, prompt(1, 40))
-    stores.until(store, lambda: "not mounted" in store.health.summary()["last_failure"])
+    until(store, lambda: "not mounted" in store.health.summary()["last_failure"])
 
     assert store.health.state == "degraded"
     assert list(bench.root.iterdir()) == []
@@ -302,22 +285,23 @@ def test_nothing_is_made_in_the_place_of_a_disk_that_is_not_mounted(bench: Workb
     until_well(store)
 
 
-@pytest.mark.parametrize("folder", ["segments", "quarantine"])
-def test_a_folder_of_the_store_that_was_removed_is_made_anew(
-    bench: Workbench, store: PrefixStore, folder: str
+@pytest.mark.parametrize("folder", ["", "*/segments", "*/quarantine"])
+def test_a_directory_that_was_removed_begins_anew(
+    bench: Workbench, store: PrefixStore, folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.put(store, prompt(1, 40))
-    path = stores.path_of(bench, look_up(store, prompt(1, 40)))
-    shutil.rmtree(next(bench.root.glob(f"*/{folder}")))
+    path = path_of(bench, look_up(store, prompt(1, 40)))
+    shutil.rmtree(next(bench.root.glob(folder)) if folder else bench.root)
     if path.exists():
         damage.flip_data_bit(path)
     with pytest.raises(SegmentUnreadable):
         read(store, prompt(1, 40))
-    stores.until(store, lambda: store.stats.segments_gone + store.stats.segments_quarantined == 1)
+    until(store, lambda: not store.summary()["used_bytes"])
     bench.offer(store, prompt(2, 40))
     store.writes.drain()
     until_well(store)
 
+    assert ("was removed; it begins anew" in caplog.text) == (not folder)
     bench.put(store, prompt(1, 40))
     check_rows(store, prompt(1, 40))
 
@@ -348,7 +332,7 @@ def test_the_free_space_may_not_be_known(
     """`statvfs` of a directory that is gone once killed the server."""
     monkeypatch.setattr("impress_sglang.store.health.MEASURE_S", 0.0)
     with faults.injected(Rule("EIO", "free_bytes")):
-        stores.until(store, lambda: store.health.state == "degraded")
+        until(store, lambda: store.health.state == "degraded")
     until_well(store)
 
 

@@ -225,13 +225,6 @@ def test_a_day_has_what_it_may_and_recovers(caplog: pytest.LogCaptureFixture) ->
     assert "is spent" in spent and "is there again" in there
 
 
-def test_without_a_limit_nothing_is_ever_spent() -> None:
-    budget = WriteBudget()
-    budget.spend(10**15)
-    assert not budget.is_spent
-    assert set(budget.summary().values()) == {0}
-
-
 def test_what_is_over_the_budget_is_not_stored(bench: Workbench) -> None:
     """What was given up costs nothing; what is there stays there, and the next store goes on."""
     store = bench.open(write_gb_per_day=stores.gb(1.9 * bench.one))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import uuid
 from collections.abc import Callable, Sequence
@@ -32,15 +31,6 @@ def overwrite(path: Path, start: int, stop: int) -> None:
     path.write_bytes(data)
 
 
-def change_row(path: Path, **fields: Any) -> None:
-    """Its checksum is wrong then."""
-
-    def change(record: dict[str, Any]) -> dict[str, Any]:
-        return record | fields if record.get("add", {}).get("prefix_len") == 13 else record
-
-    assert stores.change_index(path.parent, change) == 1
-
-
 INDEX_DAMAGE: dict[str, Callable[[Path], object]] = {
     "missing": Path.unlink,
     "empty": lambda path: path.write_bytes(b""),
@@ -51,9 +41,6 @@ INDEX_DAMAGE: dict[str, Callable[[Path], object]] = {
     "first line": lambda path: overwrite(path, 0, 10),
     "in the middle": lambda path: overwrite(path, 300, 310),
     "all zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
-    "other tokens": functools.partial(change_row, tokens=""),
-    "another size": functools.partial(change_row, bytes=4096),
-    "no description": functools.partial(change_row, add={}),
 }
 
 
