@@ -157,13 +157,9 @@ class StoreHistory(RuleBasedStateMachine):
             if self.names.get(segment.segment_id) != name:
                 self.names[segment.segment_id] = name
                 if name in self.model.segments:
-                    self.note_new_file(self.model.segments[name])
+                    # A suspect that was rewritten is good: the old file was read to its end.
+                    self.model.segments[name].state = SegmentState.READY
         return {self.names[segment.segment_id] for segment in live}
-
-    def note_new_file(self, known: Known) -> None:
-        """A suspect that was rewritten is good: the old file was read to its end."""
-        if known.state is SegmentState.SUSPECT:
-            known.state = SegmentState.READY
 
     def finish_rewrite(self) -> None:
         """Its file is there then, and the store does not know until it polls."""
@@ -320,13 +316,18 @@ class StoreHistory(RuleBasedStateMachine):
             self.store.ahead.wait(source)
             self.waiting.append(source)
 
-    def check_rows(self, number: int, layer: int, selected: Tensor | None) -> PartSource:
+    def read_layer(self, number: int, layer: int, chosen: set[int] | None) -> None:
         """Whatever was evicted, dropped or rewritten since: an open source gives its rows.
 
-        `selected` [head groups, k] are the tokens of each head group, None for all.
+        Each head group has its own tokens, of which there are as many as `chosen`, None for all.
         """
         source, namespace, path, start = self.sources[number]
-        shape = self.shape
+        shape, size, selected = self.shape, source.num_tokens, None
+        if chosen is not None:
+            groups = range(kv.head_groups_of(shape))
+            tokens = {token % size for token in chosen}
+            rows = [sorted({(token + 7 * group) % size for token in tokens}) for group in groups]
+            selected = torch.tensor(rows)
         keys, values = expected_rows(shape, namespace, path[start:], path[:start], layer)
 
         own_keys = keys
@@ -335,31 +336,19 @@ class StoreHistory(RuleBasedStateMachine):
             own_keys = keys[:, kv.heads_of(shape, kv.KEYS)]
         found = read_rows(source, layer, selected)
 
-        for rows, whole in zip(found, (own_keys, values), strict=True):
-            assert rows is not None
+        for rows_found, whole in zip(found, (own_keys, values), strict=True):
+            assert rows_found is not None
             if selected is None:
-                assert torch.equal(rows, whole)
+                assert torch.equal(rows_found, whole)
             elif len(selected) == 1:
-                assert torch.equal(rows, whole[selected[0]])
+                assert torch.equal(rows_found, whole[selected[0]])
             else:
                 heads = [whole[tokens, head] for head, tokens in enumerate(selected)]
-                assert torch.equal(rows, torch.stack(heads, 1))
-        return source
-
-    def read_selection(self, number: int, layer: int, chosen: set[int], seed: int) -> None:
-        size = self.sources[number][0].num_tokens
-        # Each head group has its own tokens, of which there are as many.
-        tokens = {token % size for token in chosen}
-        selected = torch.tensor(
-            [
-                sorted({(token + 7 * head_group) % size for token in tokens})
-                for head_group in range(kv.head_groups_of(self.shape))
-            ]
-        )
-        source = self.check_rows(number, layer, selected)
-        heads = self.shape.num_query_heads
-        scores = torch.rand(heads, size, generator=torch.Generator().manual_seed(seed))
-        source.note_selection(layer, selected.numpy(), scores)
+                assert torch.equal(rows_found, torch.stack(heads, 1))
+        if selected is not None:
+            chance = torch.Generator().manual_seed(size)
+            scores = torch.rand(shape.num_query_heads, size, generator=chance)
+            source.note_selection(layer, selected.numpy(), scores)
 
     def ready(self) -> list[str]:
         return [known.name for known in self.model.segments.values() if known.ready]

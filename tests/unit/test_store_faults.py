@@ -189,17 +189,33 @@ def test_what_hangs_at_the_end_is_left_behind_and_told(
         assert "access times are not kept" in caplog.text
 
 
+class Mounted(FaultyFileSystem):
+    """What stands in the mount point is of another disk while nothing is mounted there."""
+
+    elsewhere = False
+
+    def stat(self, path: Path | str) -> os.stat_result:
+        found = super().stat(path)
+        return os.stat_result([*found[:2], found.st_dev + self.elsewhere, *found[3:]])
+
+
+@pytest.mark.parametrize("instead", ["a file", "an empty mount point"])
 def test_a_directory_that_goes_and_comes_back(
-    bench: Workbench, store: PrefixStore, tmp_path: Path
+    bench: Workbench, tmp_path: Path, instead: str
 ) -> None:
-    """Unmounted, say: nothing is made in its place, and all is found again but what was purged
-    meanwhile, whose files seem to be gone already."""
+    """Nothing is made in its place, and all is found again but what was purged meanwhile, whose
+    files seem to be gone already."""
+    files = Mounted()
+    store = bench.open(files=files)
     bench.put(store, prompt(1, 40))
     bench.put(store, prompt(2))
     away = tmp_path / "away"
-    folder = next(bench.root.iterdir())
-    shutil.move(folder, away)
-    folder.write_text("what stands there now is not ours")
+    shutil.move(bench.root, away)
+    if instead == "a file":
+        bench.root.write_text("what stands there now is not ours")
+    else:
+        bench.root.mkdir()
+        files.elsewhere = True
     with pytest.raises(PrefixUnreadable):
         read(store, prompt(1, 40))
     until(store, lambda: store.health.state == "degraded")
@@ -209,9 +225,12 @@ def test_a_directory_that_goes_and_comes_back(
     (purged,) = (segment for segment in store.tree.segments() if segment.info.num_tokens == 8)
     store.writes.discard([purged], MissCause.PURGED)
     until(store, lambda: bool(store.worker.unremoved()))
-    assert folder.is_file()
-    folder.unlink()
-    shutil.move(away, folder)
+    if instead == "a file":
+        bench.root.unlink()
+    else:
+        bench.root.rmdir()
+        files.elsewhere = False
+    shutil.move(away, bench.root)
     until_well(store)
     until(store, lambda: not store.worker.unremoved())
     check_rows(store, prompt(1, 40))
@@ -254,34 +273,6 @@ def test_pins_that_are_refused_twice_are_kept_later(
         assert store.pins.pin(store.namespace(""), as_tokens(prompt(1))) is None
         until(store, lambda: faults.hits[rule.name] >= 2)
     until(store, lambda: list(bench.root.glob(f"*/{PINS}")))
-    until_well(store)
-
-
-class _OtherDisk(FaultyFileSystem):
-    """The mount point without what was mounted there."""
-
-    gone = False
-
-    def stat(self, path: Path | str) -> os.stat_result:
-        found = super().stat(path)
-        fields = [*found[:2], found.st_dev + self.gone, *found[3:]]
-        return os.stat_result(fields)
-
-
-def test_nothing_is_made_in_the_place_of_a_disk_that_is_not_mounted(bench: Workbench) -> None:
-    files = _OtherDisk()
-    store = bench.open(files=files)
-    bench.put(store, prompt(1, 40))
-    files.gone = True
-    shutil.rmtree(bench.root)
-    bench.root.mkdir()
-    with pytest.raises(SegmentUnreadable):
-        read(store, prompt(1, 40))
-    until(store, lambda: "not mounted" in store.health.summary()["last_failure"])
-
-    assert store.health.state == "degraded"
-    assert list(bench.root.iterdir()) == []
-    files.gone = False
     until_well(store)
 
 

@@ -67,14 +67,14 @@ class StoreMachine(StoreHistory):
         self.open_match(data, namespace, tokens, min_quality)
 
     @precondition(lambda self: self.sources)
-    @rule(data=st.data(), chosen=CHOSEN, seed=st.integers(0, 3))
-    def read_a_selection_of_all_layers(
-        self, data: st.DataObject, chosen: set[int], seed: int
-    ) -> None:
+    @rule(data=st.data(), chosen=st.none() | CHOSEN)
+    def read(self, data: st.DataObject, chosen: set[int] | None) -> None:
         """As a request does it, from the layer on that was read last."""
         number = data.draw(st.integers(0, len(self.sources) - 1))
         for layer in range(max(self.sources[number][0].layer, 0), self.shape.num_layers):
-            self.read_selection(number, layer, chosen, seed)
+            self.read_layer(number, layer, chosen)
+            if data.draw(st.booleans()):
+                break
             self.store.ahead.top_up()
 
     @precondition(lambda self: self.model.segments)
@@ -88,7 +88,7 @@ class StoreMachine(StoreHistory):
         if len(self.sources) > before and data.draw(st.booleans()):
             chosen = data.draw(CHOSEN)
             for layer in range(self.shape.num_layers):
-                self.read_selection(before, layer, chosen, seed=0)
+                self.read_layer(before, layer, chosen)
                 self.store.ahead.top_up()
             self.close_one(before)
 
@@ -103,14 +103,6 @@ class StoreMachine(StoreHistory):
         source = self.sources[data.draw(st.integers(0, len(self.sources) - 1))][0]
         if source.next_ahead < source.num_layers:
             source.read_ahead()
-
-    @precondition(lambda self: self.sources)
-    @rule(data=st.data())
-    def read_everything(self, data: st.DataObject) -> None:
-        number = data.draw(st.integers(0, len(self.sources) - 1))
-        first = max(self.sources[number][0].layer, 0)
-        layer = data.draw(st.integers(first, self.shape.num_layers - 1))
-        self.check_rows(number, layer, None)
 
     @precondition(lambda self: self.sources)
     @rule(data=st.data())
@@ -143,25 +135,13 @@ class StoreMachine(StoreHistory):
             self.damage_and_report(data.draw(st.sampled_from(self.ready())), damage)
 
     @precondition(lambda self: self.built_on())
-    @rule(data=st.data(), reads=st.booleans(), tail=SEQUENCES, fails=FAILS)
-    def lose_what_others_build_on(
-        self, data: st.DataObject, reads: bool, tail: Tokens, fails: bool
-    ) -> None:
-        """While a request reads it, if `reads`; and at times it is offered again."""
+    @rule(data=st.data())
+    def lose_what_others_build_on(self, data: st.DataObject) -> None:
         self.let_writes_through()
         self.poll()
-        if not self.built_on():
-            return
-        name = data.draw(st.sampled_from(self.built_on()))
-        known = self.model.segments[name]
-        tokens = tuple(token for token, _ in known.path)
-        if reads:
-            self.open_match(data, known.namespace, tokens, known.quality)
-        if known.ready:
-            self.damage_and_report(name, "removed")
+        if names := self.built_on():
+            self.damage_and_report(data.draw(st.sampled_from(names)), "removed")
             self.take_second_looks()
-        if data.draw(st.booleans()):
-            self.offer_a_prefix_of(known.namespace, tokens + tail, known.quality, fails)
 
     @precondition(lambda self: self.model.segments)
     @rule(data=st.data())
