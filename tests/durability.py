@@ -16,13 +16,27 @@ from pathlib import Path
 
 
 @dataclasses.dataclass
-class _Write:
-    """An unsynced write, and what stood there before."""
+class _File:
+    """One with unsynced writes: a descriptor of our own, whatever becomes of its name, what was
+    synced of it, and where it was written since."""
 
-    offset: int
-    length: int
-    before: bytes
-    size_before: int
+    descriptor: int
+    synced: bytes
+    writes: list[tuple[int, int]]
+
+    def lose(self, chance: random.Random | None) -> None:
+        written = os.pread(self.descriptor, os.fstat(self.descriptor).st_size, 0)
+        content = bytearray(self.synced.ljust(len(written), b"\0"))
+        for start, stop in self.writes if chance is not None else ():
+            what = chance.choice(("kept", "lost", "zeroed", "torn"))
+            kept = {"kept": stop, "torn": (start + stop) // 2}.get(what, start)
+            content[start:kept] = written[start:kept]
+            if what == "zeroed":
+                content[start:stop] = bytes(stop - start)
+        os.pwrite(self.descriptor, content, 0)
+        if chance is None or chance.random() < 0.5:
+            os.ftruncate(self.descriptor, len(self.synced))
+        os.close(self.descriptor)
 
 
 @dataclasses.dataclass
@@ -40,9 +54,7 @@ class Journal:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._lock = threading.RLock()
-        self._writes: dict[tuple[int, int], list[_Write]] = {}
-        # A descriptor of our own for each file with unsynced writes, whatever becomes of its name.
-        self._files: dict[tuple[int, int], int] = {}
+        self._files: dict[tuple[int, int], _File] = {}
         self._names: list[_Name] = []
         self._copies = 0
 
@@ -51,19 +63,16 @@ class Journal:
         with self._lock:
             key = _key(descriptor)
             if key not in self._files:
-                self._files[key] = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-            file = self._files[key]
-            before = os.pread(file, length, offset)
-            size = os.fstat(file).st_size
-            self._writes.setdefault(key, []).append(_Write(offset, length, before, size))
+                file = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+                synced = os.pread(file, os.fstat(file).st_size, 0)
+                self._files[key] = _File(file, synced, [])
+            self._files[key].writes.append((offset, offset + length))
 
     def synced(self, descriptor: int) -> None:
         """A file was synced."""
         with self._lock:
-            key = _key(descriptor)
-            self._writes.pop(key, None)
-            if (file := self._files.pop(key, None)) is not None:
-                os.close(file)
+            if (file := self._files.pop(_key(descriptor), None)) is not None:
+                os.close(file.descriptor)
 
     def created(self, path: Path) -> None:
         """A file was made."""
@@ -99,14 +108,13 @@ class Journal:
     def power_loss(self, chance: random.Random | None) -> None:
         """Undo all that was not synced, or what `chance` takes of it."""
         with self._lock:
-            for key, writes in self._writes.items():
-                _undo_writes(self._files[key], writes, chance)
-                os.close(self._files[key])
+            for file in self._files.values():
+                file.lose(chance)
             kept = 0 if chance is None else chance.randint(0, len(self._names))
             for name in reversed(self._names[kept:]):
                 with contextlib.suppress(FileNotFoundError):
                     name.undo()
-            self._writes, self._files, self._names = {}, {}, []
+            self._files, self._names = {}, []
 
     def _note(self, directories: set[Path], undo: Callable[[], None]) -> None:
         with self._lock:
@@ -127,17 +135,3 @@ class Journal:
 def _key(descriptor: int) -> tuple[int, int]:
     stat = os.fstat(descriptor)
     return stat.st_dev, stat.st_ino
-
-
-def _undo_writes(descriptor: int, writes: list[_Write], chance: random.Random | None) -> None:
-    for write in reversed(writes):
-        kept = 0
-        fill = write.before.ljust(write.length, b"\0")
-        if chance is not None:
-            what = chance.choice(("kept", "lost", "zeroed", "torn"))
-            kept = {"kept": write.length, "torn": write.length // 2}.get(what, 0)
-            fill = bytes(write.length) if what == "zeroed" else fill
-        if kept < write.length:
-            os.pwrite(descriptor, fill[kept:], write.offset + kept)
-    if chance is None or chance.random() < 0.5:
-        os.ftruncate(descriptor, writes[0].size_before)
