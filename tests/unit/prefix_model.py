@@ -74,14 +74,6 @@ class PrefixModel:
             path = (*path, known[0])
         return path
 
-    def ready_part(self, namespace: str, path: Path) -> Path:
-        """A stored path up to the first position that is not ready."""
-        for count in range(1, len(path) + 1):
-            known = self.owner.get((namespace, path[:count]))
-            if known is None or not known.ready:
-                return path[: count - 1]
-        return path
-
     def holders(self, namespace: str, path: Path) -> list[str]:
         """Which segment has each position of a stored path; a hole has no name."""
         owners = (self.owner.get((namespace, path[: end + 1])) for end in range(len(path)))
@@ -121,10 +113,11 @@ class PrefixModel:
             stop += 1
         return start, stop if stop < len(path) else len(tokens)
 
-    def held_part(self, namespace: str, path: Path) -> Path:
-        """A stored path up to its first hole."""
+    def held_part(self, namespace: str, path: Path, *, ready: bool = False) -> Path:
+        """A stored path up to its first hole, or position that is not `ready`."""
         for count in range(1, len(path) + 1):
-            if (namespace, path[:count]) not in self.owner:
+            known = self.owner.get((namespace, path[:count]))
+            if known is None or (ready and not known.ready):
                 return path[: count - 1]
         return path
 

@@ -74,8 +74,8 @@ def expected_rows(
 class StoreHistory(RuleBasedStateMachine):
     """A store with room for everything, and what the model says of it."""
 
-    # How many segments of up to 8 tokens there is room for.
-    room = 10_000
+    # Full after a few segments, or with room for everything.
+    tight = False
 
     @initialize(shape=st.sampled_from(SHAPES))
     def start(self, shape: KVShape) -> None:
@@ -113,10 +113,10 @@ class StoreHistory(RuleBasedStateMachine):
     def open(self) -> None:
         # A chunk of a column.
         page_bytes = 4096
-        # A header, and a disk block for each column of 2 layers.
+        # Of up to 8 tokens: a header, and a disk block for each column of 2 layers.
         segment_bytes = (1 + 2 * len(kv.columns_of(self.shape))) * page_bytes
         options = {
-            "ssd_gb": self.room * segment_bytes / 1e9,
+            "ssd_gb": 5 * segment_bytes / 1e9 if self.tight else 1.0,
             "readahead": 0.5,
             "device_gb": 6 * page_bytes / 1e9,
             # A quarter is for what is read ahead.
@@ -233,19 +233,14 @@ class StoreHistory(RuleBasedStateMachine):
 
         return wait_and_read
 
-    def expected_outcome(self, namespace: str, tokens: Tokens, quality: Quality) -> StoreOutcome:
-        """With room for everything."""
-        start, stop = self.model.missing(namespace, tokens, quality)
-        if start == len(tokens):
-            return StoreOutcome.KNOWN
-        return StoreOutcome.ACCEPTED if start < stop else StoreOutcome.UNREACHABLE
-
-    def offer(self, namespace: str, tokens: Tokens, quality: Quality, fails: bool) -> StoreOutcome:
+    def offer(self, namespace: str, tokens: Tokens, quality: Quality, fails: bool) -> None:
         # What is being removed still takes room, for how long depends on the machine.
         self.wait_for_removals()
-        before = self.learn_names()
-        path = self.model.follow(namespace, tokens, quality)
-        start, stop = self.model.missing(namespace, tokens, quality)
+        model = self.model
+        states = {known.name: known.state for known in model.segments.values()}
+        path = model.follow(namespace, tokens, quality)
+        start, stop = model.missing(namespace, tokens, quality)
+        holes = len(model.held_part(namespace, path)) < len(path)
         kvs = kv.SequenceKVs(self.shape, namespace, tokens, quality)
         ids: list[str] = []
         outcome = self.store.writes.offer(
@@ -260,38 +255,54 @@ class StoreHistory(RuleBasedStateMachine):
                 priority=Priority(sum(tokens) % len(Priority)),
             ),
         )
-        after = self.learn_names()
-        if outcome is not StoreOutcome.ACCEPTED:
-            return outcome
-        ids.extend(after - before)
-        info = self.stored[ids[0]].info
-        # Where there is little room it may take the place of another that begins alike.
-        assert info.prefix_len <= start
-        if info.prefix_len == start:
-            assert info.num_tokens == stop - start
-        tail = tuple((token, quality) for token in info.tokens.tolist())
-        above = path[: info.prefix_len]
-        self.model.add(Known(ids[0], namespace, above, tail, SegmentState.PENDING))
-        self.accepted.append(ids[0])
-        self.pending.append(ids[0])
-        # One that is purged before it is at the gate would end, and let removals pass.
-        wait_until(self.blocked.is_set)
-        if fails:
-            self.failing.add(ids[0])
-        return outcome
+        left = self.learn_names()
+        expected = StoreOutcome.ACCEPTED if start < stop else StoreOutcome.UNREACHABLE
+        expected = StoreOutcome.KNOWN if start == len(tokens) else expected
+        no_space = self.tight and outcome is StoreOutcome.NO_SPACE
+        assert outcome is (StoreOutcome.NO_SPACE if no_space else expected)
+        if outcome is StoreOutcome.ACCEPTED:
+            ids.extend(left - states.keys())
+            info = self.stored[ids[0]].info
+            # Where there is little room it may take the place of another that begins alike.
+            assert info.prefix_len <= start
+            if info.prefix_len == start:
+                assert info.num_tokens == stop - start
+            tail = tuple((token, quality) for token in info.tokens.tolist())
+            above = path[: info.prefix_len]
+            model.add(Known(ids[0], namespace, above, tail, SegmentState.PENDING))
+            self.accepted.append(ids[0])
+            self.pending.append(ids[0])
+            # One that is purged before it is at the gate would end, and let removals pass.
+            wait_until(self.blocked.is_set)
+            if fails:
+                self.failing.add(ids[0])
+            path = path if holes else above
+        if gone := states.keys() - left:
+            assert self.tight and outcome is StoreOutcome.ACCEPTED, "nothing is evicted in vain"
+            self.check_evicted(gone, left, {*model.holders(namespace, path)}, states)
 
-    def offer_a_prefix_of(
-        self, namespace: str, tokens: Tokens, quality: Quality, fails: bool
+    def check_evicted(
+        self, gone: set[str], left: set[str], keep: set[str], states: dict[str, SegmentState]
     ) -> None:
-        expected = self.expected_outcome(namespace, tokens, quality)
-        assert self.offer(namespace, tokens, quality, fails) is expected
+        """What is evicted is the store's business, within limits."""
+        opened = {name for source, *_ in self.sources for name in source.segment_ids}
+        pinned = {self.names[segment_id] for segment_id in opened}
+        assert not gone & keep
+        assert not any(self.stored[name].segment_id in opened for name in gone & pinned)
+        assert all(states[name] in (SegmentState.READY, SegmentState.SUSPECT) for name in gone)
+        for name in gone:
+            below = {known.name for known in self.model.below(self.model.segments[name])}
+            # What was stored in its place begins alike.
+            assert not below & left & states.keys(), "leaves first"
+        for name in gone:
+            self.model.lose(name)
 
     def open_match(
         self, data: st.DataObject, namespace: str, tokens: Tokens, min_quality: Quality
     ) -> None:
         self.poll()
         stored = self.model.follow(namespace, tokens, min_quality)
-        path = self.model.ready_part(namespace, stored)
+        path = self.model.held_part(namespace, stored, ready=True)
 
         match = self.store.match(namespace, kv.as_tokens(tokens), least=min_quality)
         self.learn_names()

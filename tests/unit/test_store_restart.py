@@ -22,8 +22,6 @@ from tests.unit import store_factory as stores
 from tests.unit.store_checks import check_store
 from tests.unit.store_factory import Workbench, check_rows, check_three_prefixes, look_up, prompt
 
-bench = stores.bench_of_each_shape
-
 
 def overwrite(path: Path, start: int, stop: int) -> None:
     data = bytearray(path.read_bytes())

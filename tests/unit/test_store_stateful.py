@@ -15,7 +15,6 @@ from impress_sglang.storage.quality import Quality
 from impress_sglang.store.health import Verdict
 from impress_sglang.store.prefix_hashes import prefix_digest
 from impress_sglang.store.stored import SegmentState
-from impress_sglang.store.writing import StoreOutcome
 from tests.unit import kv_factory as kv
 from tests.unit.prefix_model import Known, PrefixModel
 from tests.unit.store_checks import check_store
@@ -33,11 +32,11 @@ from tests.unit.store_history import (
 
 
 class StoreMachine(StoreHistory):
-    """A store with room for everything: the model knows exactly what must be found."""
+    """The model knows exactly what must be found."""
 
     @rule(namespace=NAMESPACES, tokens=SEQUENCES, quality=QUALITY, fails=FAILS)
     def offer_a_prefix(self, namespace: str, tokens: Tokens, quality: Quality, fails: bool) -> None:
-        self.offer_a_prefix_of(namespace, tokens, quality, fails)
+        self.offer(namespace, tokens, quality, fails)
 
     @precondition(lambda self: self.model.above_holes())
     @rule(data=st.data(), tail=SEQUENCES, fails=FAILS)
@@ -48,7 +47,7 @@ class StoreMachine(StoreHistory):
         start = len(self.model.held_part(known.namespace, known.above))
         stop = data.draw(st.integers(start + 1, len(known.path)) | st.just(len(known.path)))
         tokens = tuple(token for token, _ in known.path[:stop])
-        self.offer_a_prefix_of(known.namespace, tokens + tail, known.path[start][1], fails)
+        self.offer(known.namespace, tokens + tail, known.path[start][1], fails)
 
     @precondition(lambda self: self.pending)
     @rule()
@@ -227,6 +226,7 @@ class StoreMachine(StoreHistory):
             assert list(placement.capacity.values()) == [6, 9], "the caches are not out of play"
             stats, summary = self.store.stats, self.store.summary()
             assert stats.bytes_read_ahead_used <= stats.bytes_read_ahead <= stats.bytes_read
+            assert summary["used_bytes"] <= summary["quota_bytes"]
             if not self.sources:
                 assert summary["buffer_used_bytes"] == 0, "closed sources give their memory back"
 
@@ -244,51 +244,7 @@ class StoreMachine(StoreHistory):
 
 
 class TightStoreMachine(StoreMachine):
-    """A store that is full after a few segments: what it evicts is its business, within limits."""
-
-    room = 5
-
-    def offer_a_prefix_of(
-        self, namespace: str, tokens: Tokens, quality: Quality, fails: bool
-    ) -> None:
-        expected = self.expected_outcome(namespace, tokens, quality)
-        path = self.model.follow(namespace, tokens, quality)
-        pinned = {
-            self.names[segment_id]
-            for source, *_ in self.sources
-            for segment_id in source.segment_ids
-            if self.stored[self.names[segment_id]].segment_id == segment_id
-        }
-        states = {known.name: known.state for known in self.model.segments.values()}
-        before = set(self.model.segments)
-        holes = len(self.model.held_part(namespace, path)) < len(path)
-
-        outcome = self.offer(namespace, tokens, quality, fails)
-
-        left = self.learn_names()
-        if outcome is StoreOutcome.ACCEPTED and not holes:
-            path = path[: len(self.model.segments[self.accepted[-1]].above)]
-        keep = {*self.model.holders(namespace, path)}
-        gone = before - left
-        assert not gone & (keep | pinned)
-        assert outcome is StoreOutcome.ACCEPTED or not gone, "nothing is evicted in vain"
-        on_disk = (SegmentState.READY, SegmentState.SUSPECT)
-        assert all(states[name] in on_disk for name in gone)
-        for name in gone:
-            below = self.model.below(self.model.segments[name])
-            # What was stored in its place begins alike.
-            assert not {known.name for known in below} & left & before, "leaves first"
-        for name in gone:
-            self.model.lose(name)
-        refused = (StoreOutcome.KNOWN, StoreOutcome.UNREACHABLE)
-        if expected in refused or outcome in refused:
-            assert outcome is expected
-
-    @invariant()
-    def quota_holds(self) -> None:
-        if hasattr(self, "store"):
-            summary = self.store.summary()
-            assert summary["used_bytes"] <= summary["quota_bytes"]
+    tight = True
 
 
 TestStore = StoreMachine.TestCase
