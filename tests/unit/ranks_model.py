@@ -69,7 +69,6 @@ class Reduction:
 
 def digest(model: SGLangModel) -> Any:
     """All that what SGLang does next depends on."""
-
     jobs = model.jobs.jobs
     return (
         {path: (node.slot, node.locks, node.used) for path, node in model.tree.nodes.items()},
@@ -82,7 +81,7 @@ def digest(model: SGLangModel) -> Any:
             for r in model.requests.values()
         ],
         [
-            (r.rid, r.hold and r.hold.path, r.tries, r.job is not None and jobs.index(r.job))
+            (r.rid, r.hold and r.hold.path, r.tries, -1 if r.job is None else jobs.index(r.job))
             for r in model.jobs.waiters.values()
         ],
         [(j.tokens.tolist(), j.start, j.revoked, j.slots is not None) for j in jobs],
@@ -113,7 +112,6 @@ class Lockstep:
         before = self.reduction.count
         self.reduction.all(self.models, act)
         assert self.reduction.count - before <= 1, "one reduction a pass"
-
         first, *others = map(digest, self.models)
         if any(other != first for other in others):
             raise Diverged("ranks differ in what they do next")

@@ -130,11 +130,8 @@ def test_value_at_the_edge_of_its_range_is_taken(field: str, value: object) -> N
     assert ImpressConfig.from_environment({CONFIG_VARIABLE: text}) == config
 
 
-def test_every_field_with_a_range_has_a_wrong_value_in_this_test() -> None:
+def test_every_field_has_wrong_values_here_and_an_option_with_its_name_as_the_flag() -> None:
     assert WRONG_VALUES.keys() == FIELDS - {"basis"}
-
-
-def test_every_field_has_an_option_with_its_name_as_the_flag() -> None:
     assert sorted(option.field for option in OPTIONS) == sorted(FIELDS)
     for option in OPTIONS:
         assert option.flag == "--impress-" + option.field.replace("_", "-")

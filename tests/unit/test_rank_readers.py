@@ -92,17 +92,13 @@ READERS: dict[str, tuple[str, ...]] = {
 
 def readers() -> Iterator[str]:
     for path in MODULES:
-        tree = ast.parse(path.read_text())
         name = f"{path.parent.name}.{path.stem}"
-        if name in OUTSIDE:
-            continue
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef):
-                for method in node.body:
-                    if isinstance(method, ast.FunctionDef) and _reads(method):
-                        yield f"{name}.{node.name}.{method.name}"
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _reads(node):
-                yield f"{name}.{node.name}"
+        body = [] if name in OUTSIDE else ast.parse(path.read_text()).body
+        classes = [node for node in body if isinstance(node, ast.ClassDef)]
+        for place, nodes in ((name, body), *((f"{name}.{it.name}", it.body) for it in classes)):
+            for node in nodes:
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _reads(node):
+                    yield f"{place}.{node.name}"
 
 
 def _reads(function: ast.AST) -> bool:
