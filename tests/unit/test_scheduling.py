@@ -57,31 +57,30 @@ def test_who_comes_back_has_overtaken_anew() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "expected"),
+    ("schedule", "unread", "queue", "expected"),
     [
-        (CLASSES, ["hidden", "ready", "unknown", "slower", "slow"]),
-        (SHORTEST, ["ready", "hidden", "unknown", "slow", "slower"]),
+        # Those of one rank keep their order.
+        (CLASSES, 1.0, "slower slow unknown hidden ready", "hidden ready unknown slower slow"),
+        (SHORTEST, 1.0, "slower slow unknown hidden ready", "ready hidden unknown slow slower"),
+        # What was read meanwhile is ready.
+        (CLASSES, 1.0, "slow unknown", "unknown slow"),
+        (CLASSES, 0.1, "slow unknown", "slow unknown"),
+        # Nobody is put first for whom the engine would wait, however soon it would be served: it
+        # is read while others are computed. Nor does anybody overtake it for that.
+        (SHORTEST, 1.0, "unknown short", "unknown short"),
+        (SHORTEST, 0.5, "unknown short", "short unknown"),
+        *((SHORTEST, unread, "short unknown", "short unknown") for unread in (1.0, 0.5)),
+        # No more go before a request than it could wait for, of those that are admitted in one
+        # pass, which nobody has timed yet.
+        (
+            *(SHORTEST, 1.0, "unknown ready-0 ready-1 ready-2 ready-3 ready-4"),
+            "ready-0 ready-1 ready-2 ready-3 unknown ready-4",
+        ),
     ],
 )
-def test_who_goes_first(schedule: str, expected: list[str]) -> None:
-    """Those of one rank keep their order."""
-    order = make_order(schedule)
-    assert arranged(order, "slower", "slow", "unknown", "hidden", "ready") == expected
-
-
-@pytest.mark.parametrize(("unread", "first"), [(1.0, "unknown"), (0.1, "slow")])
-def test_what_was_read_meanwhile_is_ready(unread: float, first: str) -> None:
-    assert arranged(make_order(CLASSES, unread), "slow", "unknown")[0] == first
-
-
-def test_nobody_is_put_first_for_whom_the_engine_would_wait() -> None:
-    """However soon it would be served: it is read while others are computed."""
-    short = Serving(Estimate(1.0, 0.1, 0.05, None), True)
-    for unread, first in ((1.0, "unknown"), (0.5, "short")):
-        order = make_order(SHORTEST, unread, short=short)
-        assert arranged(order, "unknown", "short")[0] == first
-        # Who waits longer than it takes itself is not overtaken for that either.
-        assert arranged(order, "short", "unknown")[0] == "short"
+def test_who_goes_first(schedule: str, unread: float, queue: str, expected: str) -> None:
+    order = make_order(schedule, unread, short=Serving(Estimate(1.0, 0.1, 0.05, None), True))
+    assert arranged(order, *queue.split()) == expected.split()
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["arrival", "by SGLang in each pass"])
@@ -100,13 +99,6 @@ def test_who_was_overtaken_as_long_as_allowed_is_next(
         arrived.remove(gone := queue[0])
         assert gone.rid == (f"other-{number}" if number < times else "unknown")
         order.forget(gone.rid)
-
-
-def test_no_more_go_before_a_request_than_it_could_wait_for() -> None:
-    """Of those that are admitted in one pass, which nobody has timed yet."""
-    order = make_order(SHORTEST)
-    rids = ["unknown", *(f"ready-{number}" for number in range(5))]
-    assert arranged(order, *rids) == [*rids[1:5], "unknown", "ready-4"]
 
 
 class World:
