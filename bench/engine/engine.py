@@ -203,7 +203,7 @@ class Engine:
         if match.num_tokens != len(tokens):
             raise BenchFailed(f"{match.num_tokens} of {len(tokens)} tokens of a prefix are stored")
         store.tree.touch(match)
-        source = store.segments.open(match.spans, exact=self._exact)
+        source = store.readers.open(match.spans, exact=self._exact)
         try:
             store.ahead.join(source)
             self.plan_seconds += time.perf_counter() - began

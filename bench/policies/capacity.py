@@ -157,9 +157,9 @@ class _NoFiles:
     """What the store asks of who writes its files, and of what else knows the disk, without one."""
 
     writable, has_news, free_bytes = True, False, math.inf
-    quarantined_bytes, unused_bytes, unremoved_bytes = 0, 0, 0
+    quarantined_bytes, unused_bytes, blocked_bytes = 0, 0, 0
     num_bytes, folders = 0, ()
-    others = MappingProxyType[Any, int]({})
+    other_stores = MappingProxyType[Any, int]({})
     suspects: dict[str, Any]
     namespace, pins = str, ()
 
@@ -169,7 +169,7 @@ class _NoFiles:
 
     remove_foreign = delete
 
-    def unremoved(self) -> frozenset[str]:
+    def blocked_removals(self) -> frozenset[str]:
         return frozenset()
 
     def write(self) -> None: ...
@@ -186,7 +186,7 @@ class _NoFiles:
         """Nobody reads."""
         return False
 
-    def note_stored(self, _: Any) -> None:
+    def on_attached(self, _: Any) -> None:
         """No other server builds on it."""
 
 
@@ -205,7 +205,7 @@ class Store:
         self._places: dict[str, tuple[int, int]] = {}
         none: Any = _NoFiles()
         none.tree, none.worker, none.health, none.meter = self.tree, none, none, none
-        none.peers, none.places, none.bucket = none, none, None
+        none.peers, none.unattached, none.bucket = none, none, None
         self.quota = Quota(config, none, none, LookAhead(), WriteBudget())
         # Keys and values of 2 bytes in one layer and head, as many as a token's file has.
         dim = round(model.token_bytes * kind.file / 4)
@@ -221,7 +221,7 @@ class Store:
     def find(self, tokens: Tokens) -> StoredMatch:
         """What is stored of a prompt and long enough to be loaded."""
         least = self._own.worst(self._config.approximation_depth)
-        match = self.tree.match("", tokens, least=least)
+        match = self.tree.match("", tokens, min_quality=least)
         return match if match.num_tokens >= self._config.min_prefix_tokens else StoredMatch()
 
     def on_drive(self, match: StoredMatch) -> float:
@@ -248,7 +248,7 @@ class Store:
             nothing, least = lambda *_: None, self._config.chunk_tokens
             offer = Offer(tokens, _no_layers, nothing, nothing, least, quality, first)
             outcome = self._writes.offer("", offer)
-            assert outcome is not StoreOutcome.UNREACHABLE
+            assert outcome is not StoreOutcome.PREFIX_MISSING
             self._writes.poll()
 
     def _ids(self, match: StoredMatch) -> list[npt.NDArray[np.int64]]:

@@ -139,7 +139,7 @@ class BlendJob(LoadJob):
                 self.store.close_source(source)
 
     def _open(self, number: int) -> WholeSource:
-        return self.store.segments.open([run.span for run in self.groups[number]], exact=False)
+        return self.store.readers.open([run.span for run in self.groups[number]], exact=False)
 
     def _placed(self, runs: list[Run]) -> tuple[Tensor, AfterFill | None]:
         """Return the slots of a group, and a function that rotates its keys if necessary."""

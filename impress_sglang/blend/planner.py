@@ -90,7 +90,7 @@ class BlendPlanner:
         if self.refusal is not None:
             return Reason.BLEND_UNSUPPORTED, self.refusal
         name, worst = store.namespace(namespace), kv_class.worst(self._config.approximation_depth)
-        match = store.tree.match(name, tokens, least=worst)
+        match = store.tree.match(name, tokens, min_quality=worst)
         if match.num_tokens - resident_len < HEAD_TOKENS:
             # Such a short match is a coincidence: compute its tokens exactly.
             match = StoredMatch()
@@ -111,8 +111,8 @@ class BlendPlanner:
             kinds[: HEAD_TOKENS - resident_len] = TokenKind.COMPUTED
         work = RequestLengths(resident_len, stop - resident_len, len(tokens) + 1 - stop)
         read = (*runs_of(match, resident_len), *runs)
-        num_bytes = store.segments.bytes_to_read([run.span for run in read], codes=True)
-        io = store.segments.seconds_to_read(num_bytes)
+        num_bytes = store.readers.bytes_to_read([run.span for run in read], codes=True)
+        io = store.readers.seconds_to_read(num_bytes)
         share, estimate = self._choose(
             work, kinds, io, SHARES if blend == AUTO else (float(blend),)
         )
@@ -129,7 +129,7 @@ class BlendPlanner:
             self._measure_at = now + pause
         # Groups are read one after the other, so each must fit by itself.
         for group in groups_of(read, self._read_tokens):
-            if not store.segments.can_read([run.span for run in group], in_codes=True):
+            if not store.readers.can_read([run.span for run in group], in_codes=True):
                 return Reason.NO_BUFFERS, ""
         # Touched, so that segments that are opened later are not evicted before.
         for segment in dict.fromkeys(run.span.segment for run in read):

@@ -241,7 +241,7 @@ def namespace_in(selection: Selection) -> str:
 def _purge(store: PrefixStore, target: Any, age: float | None) -> Row:
     namespace, tokens = target
     purge, counts = Purge(namespace, tokens, age), Counter[str]()
-    while purge.left:
+    while purge.unfinished:
         counts += purge.step(store, len(store.tree))
     return {name: counts[name] for name in ("segments", "tokens", "bytes", "unpinned")}
 

@@ -111,7 +111,7 @@ def import_(root: Path, selection: Selection, path: Path) -> Row:
         missing, copied, num_bytes = list[tuple[StoredSegment, Tokens]](), 0, 0
         for header in exported.segments():
             info, prompt = header.info, header.prompt()
-            match = store.tree.match(name, prompt, least=info.quality)
+            match = store.tree.match(name, prompt, min_quality=info.quality)
             if not 0 < info.expires <= now and match.num_tokens < len(prompt):
                 parent_tokens = prompt[: info.prefix_len]
                 digest = prefix_digest(name, parent_tokens)
@@ -174,7 +174,7 @@ def _write(path: Path, namespace: str, store: PrefixStore, segments: list[Stored
     try:
         for segment in segments:
             # Another server may just have removed a segment of its own.
-            source = store.segment_path(segment.segment_id, segment.home)
+            source = store.segment_path(segment.segment_id, segment.foreign_dir)
             check_file(source)
             shutil.copyfile(source, folder / source.name)
         contents = {
@@ -220,9 +220,9 @@ def _selected(store: PrefixStore, selection: Selection) -> list[StoredSegment]:
     name, tokens = target
     if name != store.namespace(namespace_in(selection)):
         raise CommandError("it belongs to another namespace: give its --extra-key and --cache-salt")
-    segments = list(store.tree.below(name))
+    segments = list(store.tree.subtree(name))
     if tokens is not None:
-        match = store.tree.match(name, tokens, least=ANYTHING)
+        match = store.tree.match(name, tokens, min_quality=ANYTHING)
         if match.num_tokens < len(tokens):
             raise CommandError(f"{match.num_tokens} of its {len(tokens)} tokens are stored")
         segments = [span.segment for span in match.spans]

@@ -290,7 +290,7 @@ class PageStore:
             if self._probes and all(probe.done() for probe in self._probes):
                 errors = [probe.exception() for probe in self._probes]
                 self._probes = []
-                self.health.probed(errors[0] or errors[1], readable=errors[0] is None)
+                self.health.on_probed(errors[0] or errors[1], readable=errors[0] is None)
             if DiskTask.PROBE in self.health.due():
                 self._probes = [
                     self._reader.submit(self._try_read),
@@ -303,7 +303,7 @@ class PageStore:
             return future.result(self._patience)
         except Exception as error:
             # Whatever the error, answers are right without these pages.
-            self.health.failed(what, error, reading=reading)
+            self.health.report_failure(what, error, reading=reading)
             return None
 
     def _add(self, pack: str, pages: Mapping[bytes, Page]) -> None:

@@ -90,7 +90,7 @@ class PartService(Service):
         if count < self.config.min_prefix_tokens:
             return None
         store, spans = self.parts, match.slice(resident_len, match.num_tokens)
-        segments = store.segments
+        segments = store.readers
         if not segments.can_read(spans, in_codes=False):
             return None
         work = RequestLengths(resident_len, count, num_tokens - match.num_tokens)

@@ -70,10 +70,10 @@ class PartStore(PrefixStore):
 
         `whole`: all of them will be read. Raises as `SegmentReaders.open`.
         """
-        spans, places = match.slice(start, stop), (self._memory.pool, self.cache)
+        spans, places = match.slice(start, stop), (self._memory.buffers, self.cache)
         self.tree.touch(match)
-        with self.segments.acquired(spans) as segments:
-            opened = self.segments.open_spans(spans, segments, codes=False)
+        with self.readers.acquired(spans) as segments:
+            opened = self.readers.open_spans(spans, segments, codes=False)
             histories = [self._history(span.segment) for span in spans]
             return PartSource(opened, histories, *places, whole=whole)
 
@@ -97,7 +97,7 @@ class PartStore(PrefixStore):
             info = span.segment.info
             layout = info.geometry
             chunks = layout.columns.chunks
-            tiers = self.segments.tiers(info, codes=False).reshape(shape.num_layers, -1)
+            tiers = self.readers.tiers(info, codes=False).reshape(shape.num_layers, -1)
             rows = np.maximum(1, BLOCK_BYTES // np.maximum(chunks.row_bytes, 1))
             wanted = np.full(len(rows), retention)
             if not info.reordered:
@@ -131,12 +131,12 @@ class PartStore(PrefixStore):
         """Counters for the statistics page; `pending` counts queued and running rewrites."""
         return {"pending": len(self._queue) + (self._job is not None), **self._counts}
 
-    def _take(self) -> None:
-        super()._take()
+    def _collect(self) -> None:
+        super()._collect()
         self._end_rewrite()
 
-    def _begin_due(self) -> None:
-        super()._begin_due()
+    def _start_due(self) -> None:
+        super()._start_due()
         if self.health.writable:
             try:
                 self._begin_rewrites()
@@ -161,7 +161,7 @@ class PartStore(PrefixStore):
             if segment is None or segment.segment_id in waiting or not segment.ready:
                 continue
             # Other servers rewrite their own.
-            if segment.home is not None:
+            if segment.foreign_dir is not None:
                 continue
             if (history := segment.history) is None or not history.accesses.any():
                 continue
@@ -199,7 +199,7 @@ class PartStore(PrefixStore):
         # Tokens where other segments branch off.
         places = (at - info.prefix_len for at in stored.children if at < stored.stop)
         history, starts = self._history(stored), [0, *sorted(places)]
-        job = stored, self.segments.acquire(stored), info
+        job = stored, self.readers.acquire(stored), info
         learnt = history.average, history.order_key
         self._job = Rewrite(*job, self._rewriter.submit(self._run, *job, *learnt, starts))
 
@@ -245,11 +245,11 @@ class PartStore(PrefixStore):
         (stored, old, info, shares), self._job = self._job, None
         old_id, new_id, error = old.segment_id, info.segment_id, shares.exception()
         old_bytes, new_bytes = stored.file_bytes, info.layout().file_bytes
-        self.segments.release(old_id)
+        self.readers.release(old_id)
         self.quota.reserved_bytes = 0
         if error is None and self.tree.get(old_id) is stored and stored.on_disk:
             self.tree.replace(stored, info, new_bytes)
-            self.segments.succeed(old_id, stored, shares.result())
+            self.readers.replace(old_id, stored, shares.result())
             self.quota.budget.spend(new_bytes)
             self.health.free_bytes -= new_bytes - old_bytes
             self.stats.bytes_written += new_bytes
@@ -271,7 +271,7 @@ class PartStore(PrefixStore):
         if isinstance(error, PrefixUnreadable):
             self.report(error)
         elif isinstance(error, OSError):
-            self.health.failed("a segment could not be reordered", error, reading=False)
+            self.health.report_failure("a segment could not be reordered", error, reading=False)
 
 
 def _decode_layer(

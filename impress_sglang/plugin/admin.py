@@ -147,7 +147,7 @@ def _purge(cache: ImpressTreeCache, asked: Any) -> dict[str, Any]:
         tokens = as_tokens(ids)
         key = RadixKey(array("q", ids), asked.extra_key, cache_salt=asked.cache_salt)
     text, name = repr(asked), None if namespace is None else store.namespace(namespace)
-    purge = cache.service.purges.go_on(text, lambda: Purge(name, tokens, asked.older_than))
+    purge = cache.service.purges.get_or_begin(text, lambda: Purge(name, tokens, asked.older_than))
     failure: Exception | None = None
     purged, pool, more = Counter[str](), 0, False
     try:
@@ -158,7 +158,7 @@ def _purge(cache: ImpressTreeCache, asked: Any) -> dict[str, Any]:
     if asked.older_than is None:
         # Writes of purged tokens have been given up, and lock nothing any more.
         pool, more = cache.sweeps.step(text, namespace, key)
-    unfinished = cache.ranks.any(purge.left) or more
+    unfinished = cache.ranks.any(purge.unfinished) or more
     if failure is not None:
         raise failure
     # Results remain, as other replicas may have more to do.
@@ -177,7 +177,7 @@ def _overview(cache: ImpressTreeCache, asked: Any) -> dict[str, Any]:
     if store is not None and below is None:
         candidates = store.tree.order.latest()
     elif store is not None and (segment := store.tree.get(str(below))) is not None:
-        candidates = store.tree.on_top(segment)
+        candidates = store.tree.children_of(segment)
     shown = itertools.islice(candidates, MAX_SEGMENTS)
     segments = [] if store is None else [_row(recent, store, segment) for segment in shown]
     if below is not None:
@@ -193,7 +193,7 @@ def _overview(cache: ImpressTreeCache, asked: Any) -> dict[str, Any]:
 
 
 def _row(recent: RecentRequests, store: PrefixStore, segment: StoredSegment) -> dict[str, Any]:
-    info, cached = segment.info, store.segments.cached_bytes(segment.segment_id)
+    info, cached = segment.info, store.readers.cached_bytes(segment.segment_id)
     parent, begins = segment.parent, None
     if info.prefix_len < BLOCK_TOKENS:
         # Requests that begin like it have the same digest; other segments continue a prompt.

@@ -46,9 +46,9 @@ def after_policy(_: None, policy: Any, waiting_queue: Any, *__: Any, **___: Any)
         return
     if cache.loads.order is not None:
         cache.loads.order.arrange(waiting_queue)
-    if cache.service.lookahead.awaits:
+    if cache.service.lookahead.has_waiting:
         # Prefixes of earlier requests are evicted last.
-        cache.service.lookahead.order([req.rid for req in waiting_queue])
+        cache.service.lookahead.set_queue([req.rid for req in waiting_queue])
 
 
 def before_idle(scheduler: Any, *_: Any, **__: Any) -> None:

@@ -115,7 +115,7 @@ class PrefixLoads:
         if proposal.stop < job.stop:
             job = self._planner.cut(job, proposal.stop)
         job.store.tree.touch(job.match)
-        self._service.lookahead.wait(tracked.rid, (*job.spans, *job.behind))
+        self._service.lookahead.set_expected(tracked.rid, (*job.spans, *job.behind))
         tracked.patience = proposal.patience
         tracked.stored_tokens, tracked.read_seconds = job.stop, job.estimate.io
         self.jobs.join(tracked, job)

@@ -121,7 +121,7 @@ class PrefixSaves:
         often &= starts >= num_seen
         half = np.count_nonzero(starts >= num_seen) // 2
         if (
-            not store.writes.are_taken
+            not store.writes.accepts
             or len(tokens) - num_seen < self._service.config.blend_min_tokens
         ):
             # It could not be stored, so computing it exactly would be wasted.
@@ -344,7 +344,7 @@ class PrefixSaves:
             )
             stored = store.writes.offer(tracked.namespace, end_state)
             save.reading += stored is StoreOutcome.ACCEPTED
-        tracked.save_refused = outcome in (StoreOutcome.NO_SPACE, StoreOutcome.SPENT)
+        tracked.save_refused = outcome in (StoreOutcome.NO_SPACE, StoreOutcome.OVER_BUDGET)
         return save.reading > 0
 
     def _end(self, save: _Save, writes: int = 0) -> None:

@@ -139,7 +139,7 @@ def _error(
     if sum(map(len, spans)) != count:
         return f"only {sum(map(len, spans))} of {count} tokens were stored"
     for exact in (True, False)[: 1 + shape.coded]:
-        source = store.segments.open(spans, exact=exact)
+        source = store.readers.open(spans, exact=exact)
         for part in () if packed is None else packed.parts():
             # Clear KVs of the previous load.
             part[rows] = 0
@@ -159,7 +159,7 @@ def _error(
         given = [_random("states", part, torch.cat([first, second])) for part in states.parts()]
         tokens = append_state_tokens(np.empty(0, np.int32), states)
         spans = _stored(store, tokens, states.read, first, stream)
-        source = store.segments.open(spans, exact=True)
+        source = store.readers.open(spans, exact=True)
         for layer in range(states.shape.num_layers):
             with states.into(layer, second) as into:
                 fill(layer, source, source.read(layer), into, codec)

@@ -126,7 +126,7 @@ class Sweeps(MultiStepJobs[str, Iterator[tuple[int, bool]]]):
         """
         if self._let_go is not None:
             self._let_go()
-        sweep = self.go_on(name, lambda: self._sweep(namespace, prefix))
+        sweep = self.get_or_begin(name, lambda: self._sweep(namespace, prefix))
         # A sweep that fails starts again.
         del self[name]
         freed, more = next(sweep)

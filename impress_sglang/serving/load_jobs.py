@@ -214,7 +214,7 @@ class LoadJob:
         Raises:
             PrefixUnreadable: it cannot be opened.
         """
-        return self.store.segments.open(self.spans, exact=self.kv_class.exact)
+        return self.store.readers.open(self.spans, exact=self.kv_class.exact)
 
     def sources(self, opened: WholeSource, rows_from: int | None) -> Generator[Read, None, None]:
         """Yield the sources to read, in order, beginning with the one that was `opened`.
@@ -231,7 +231,7 @@ class LoadJob:
         if any(span.segment.info.windows_from > span.start for span in spans):
             # Another rank can continue after fewer tokens than this one.
             raise PrefixUnreadable("", "its windows are gone")
-        source = self.store.segments.open(spans, exact=self.kv_class.exact)
+        source = self.store.readers.open(spans, exact=self.kv_class.exact)
         source.layer, source.next_ahead = rows_from - 1, rows_from
         yield source, self.rows, None
 
@@ -390,12 +390,12 @@ class JobLoader:
 
 def _measure(store: PrefixStore, spans: Sequence[StoredSpan], *, exact: bool) -> None:
     try:
-        source = store.segments.open(spans, exact=exact)
+        source = store.readers.open(spans, exact=exact)
         try:
             source.read_ahead()
             if not source.wait_idle():
                 late = TimeoutError("the device does not answer")
-                store.health.failed("reading could not be measured", late, reading=True)
+                store.health.report_failure("reading could not be measured", late, reading=True)
         finally:
             store.close_source(source)
     except PrefixUnreadable as error:

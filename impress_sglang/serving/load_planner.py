@@ -75,7 +75,7 @@ class LoadPlanner:
         """
         if min_quality is None or not self.looks_for(len(tokens)):
             return StoredMatch()
-        match = self._service.store.match(namespace, tokens, least=min_quality)
+        match = self._service.store.match(namespace, tokens, min_quality=min_quality)
         return StoredMatch(match.slice(self.beyond, self.beyond + self.usable(match)))
 
     def usable(self, match: StoredMatch) -> int:
@@ -85,7 +85,7 @@ class LoadPlanner:
             usable = match.with_windows(self._windows.window, self._page_size)
         if self.states:
             # A state may be inside a page, if it was stored with another page size.
-            ends = self._service.store.tree.states_in(match)
+            ends = self._service.store.tree.state_positions(match)
             usable = next(
                 (end for end in ends if end <= usable and end == self.whole_pages(end)), 0
             )
@@ -93,7 +93,7 @@ class LoadPlanner:
 
     def behind(self, match: StoredMatch) -> tuple[StoredSpan, ...]:
         """Return the state at the end of a match; empty if the model has no states."""
-        return self._service.store.tree.state_behind(match) if self.states else ()
+        return self._service.store.tree.end_state_of(match) if self.states else ()
 
     def plan(
         self, namespace: str, space: Space, tokens: Tokens, resident_len: int, kv_class: KVClass
@@ -108,7 +108,7 @@ class LoadPlanner:
             return None
         spans, state = match.slice(resident_len, stop), self.behind(match)
         store = self._service.store
-        if not store.segments.can_read((*spans, *state), in_codes=not kv_class.exact):
+        if not store.readers.can_read((*spans, *state), in_codes=not kv_class.exact):
             return None
         estimate = self._estimate(spans, resident_len, len(tokens) + 1, kv_class, state)
         loads = self._config.load == "always" or estimate.loads_faster()
@@ -139,7 +139,7 @@ class LoadPlanner:
             match = self.match(namespace, tokens, self._service.least_of(kv_class))
             if match.num_tokens < self._config.min_prefix_tokens:
                 continue
-            if self._service.store.segments.can_read(match.spans, in_codes=not kv_class.exact):
+            if self._service.store.readers.can_read(match.spans, in_codes=not kv_class.exact):
                 estimates[kv_class] = self._estimate(match.spans, 0, len(tokens) + 1, kv_class)
         return (
             list(estimates)[best_within_tolerance(list(estimates.values()))]
@@ -155,7 +155,7 @@ class LoadPlanner:
         kv_class: KVClass,
         state: tuple[StoredSpan, ...] = (),
     ) -> Estimate:
-        segments, count = self._service.store.segments, sum(map(len, spans))
+        segments, count = self._service.store.readers, sum(map(len, spans))
         num_bytes = segments.bytes_to_read(spans, codes=not kv_class.exact)
         if self._windows is not None:
             # Only the last tokens of layers with windows are read.
@@ -245,14 +245,14 @@ class LoadPlanner:
             StoredMatch(),
         )
         if quality is not None:
-            match = store.tree.match(name, tokens, least=quality)
+            match = store.tree.match(name, tokens, min_quality=quality)
         have = match.num_tokens
         if have - prefix >= min_tokens:
             usable = self.usable(match) if self._windows is not None or self.states else have
             return Reason.NO_STATE if usable - prefix < min_tokens else Reason.NO_BUFFERS, ""
         have = max(have, report["resident_tokens"], prefix)
         # Tokens that are stored beyond these and cannot be used.
-        known = store.tree.match(name, tokens, least=ANYTHING, only_ready=False)
+        known = store.tree.match(name, tokens, min_quality=ANYTHING, only_ready=False)
         if known.num_tokens - have >= min_tokens:
             ends = itertools.accumulate(map(len, known.spans))
             beyond = next(span for span, end in zip(known.spans, ends, strict=True) if end > have)

@@ -51,7 +51,7 @@ RANGE_BYTES = 1 << 20
 # Most headers are shorter.
 _HEADER_BYTES = 256 << 10
 # Ranges in flight, each on a thread that waits for the network without the GIL.
-MOST_READS = 32
+MAX_READS = 32
 # Seconds without a reader after which the remaining ranges of an object are fetched.
 IDLE_SECONDS = 0.5
 
@@ -86,50 +86,50 @@ class Bucket:
         return not self._failed_at
 
     def check(self) -> None:
-        """Raise `OSError` while reads fail at once."""
+        """Raise `OSError` while reads fail immediately."""
         if not self.answers:
             raise OSError(errno.EAGAIN, f"{self.url} has failed, and is left alone for a while")
 
     def list(
-        self, prefix: str, known: Mapping[str, ObjectMeta] | None = None
+        self, prefix: str, previous: Mapping[str, ObjectMeta] | None = None
     ) -> dict[str, ObjectMeta]:
         """Return all nonempty objects in a folder, by name; sends a request even after a failure.
 
-        Unchanged entries of `known` are returned themselves: a hundred thousand new Python objects
-        would make the garbage collector stop the process.
+        Unchanged entries of `previous` are reused: with a hundred thousand new Python objects, the
+        garbage collector would stop the process.
         """
-        found = dict[str, ObjectMeta]()
-        with self._asking(reading=True):
+        objects = dict[str, ObjectMeta]()
+        with self._request(reading=True):
             for page in self._obstore.list(self._store, prefix, chunk_size=_PAGE):
                 for entry in page:
                     name, size, modified = entry["path"], entry["size"], entry["last_modified"]
-                    meta = (known or {}).get(name)
+                    meta = (previous or {}).get(name)
                     if meta is None or meta.size != size or meta.modified != modified:
                         meta = ObjectMeta(name, size, modified)
                     if size:
-                        found[name] = meta
-        return found
+                        objects[name] = meta
+        return objects
 
     def range(self, name: str, start: int, length: int) -> memoryview:
         """Read bytes of an object; fewer than `length` at its end."""
         self.check()
-        with self._asking(reading=True):
-            found = self._obstore.get_range(self._store, name, start=start, length=length)
-            return memoryview(found)
+        with self._request(reading=True):
+            content = self._obstore.get_range(self._store, name, start=start, length=length)
+            return memoryview(content)
 
     def begin(self, name: str, length: int) -> tuple[bytes, dict[str, str]]:
         """Read the first bytes of an object, and its attributes."""
         self.check()
-        with self._asking(reading=True):
+        with self._request(reading=True):
             options = {"range": (0, length)}
-            found = self._obstore.get(self._store, name, options=options)
-            return bytes(found.bytes()), dict(found.attributes)
+            response = self._obstore.get(self._store, name, options=options)
+            return bytes(response.bytes()), dict(response.attributes)
 
     def put(
         self, name: str, content: bytes | bytearray, attributes: Mapping[str, str] | None = None
     ) -> bool:
         """Put an object; False if one of this name exists, which stays."""
-        with self._asking():
+        with self._request():
             try:
                 self._obstore.put(
                     self._patient,
@@ -146,11 +146,11 @@ class Bucket:
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects, which need not exist, by a thousand in a request."""
         if names:
-            with self._asking():
+            with self._request():
                 self._obstore.delete(self._patient, names)
 
     @contextlib.contextmanager
-    def _asking(self, *, reading: bool = False) -> Iterator[None]:
+    def _request(self, *, reading: bool = False) -> Iterator[None]:
         failure: Exception | None = None
         try:
             yield
@@ -164,9 +164,9 @@ class Bucket:
         finally:
             # A server without the right to write can still read.
             if reading:
-                self._note(failure)
+                self._log_change(failure)
 
-    def _note(self, error: Exception | None) -> None:
+    def _log_change(self, error: Exception | None) -> None:
         with self._lock:
             failed_at, now = self._failed_at, time.monotonic()
             self._failed_at = 0.0 if error is None else failed_at or now
@@ -208,13 +208,13 @@ def open_bucket(config: ImpressConfig) -> Bucket | None:
     client = {"connect_timeout": seconds, "allow_http": True}
     try:
         # A whole segment takes longer than a range of it.
-        found = [
+        clients = [
             stores.from_url(url, client_options={**client, "timeout": timeout}, retry_config=retry)
             for timeout in (seconds, datetime.timedelta(seconds=_PUT_SECONDS))
         ]
     except Exception as error:
         raise ConfigError(f"--impress-store {url}: {_first_line(error)}") from error
-    return Bucket(found[0], found[1], url)
+    return Bucket(clients[0], clients[1], url)
 
 
 def _first_line(error: BaseException) -> str:
@@ -230,12 +230,12 @@ class FetchedObject:
     local: Path
     size: int
     descriptor: int = -1
-    users: int = 0
+    num_readers: int = 0
     idle_since: float = dataclasses.field(default_factory=time.monotonic)
     ranges: dict[int, Future[None]] = dataclasses.field(default_factory=dict)
-    whole: bool = False
+    is_complete: bool = False
     """Whether all of it is fetched and verified."""
-    leaves: bool = False
+    is_adopted: bool = False
     """Whether it becomes a file of the store, which counts its bytes."""
     ended: bool = False
     """Whether it can no longer be opened; its descriptor is closed after the last reader."""
@@ -244,19 +244,19 @@ class FetchedObject:
 class BucketFiles(FileSystem):
     """Opens, reads and closes objects; other methods are those of local files."""
 
-    def __init__(self, bucket: Bucket, directory: StoreDirectory, most_bytes: int) -> None:
-        """`most_bytes`: limit on the total size of open objects."""
+    def __init__(self, bucket: Bucket, directory: StoreDirectory, max_bytes: int) -> None:
+        """`max_bytes`: limit on the total size of open objects."""
         self._bucket, self._directory, self._files = bucket, directory, directory.files
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._of_path: dict[Path, FetchedObject] = {}
-        self._of_descriptor: dict[int, FetchedObject] = {}
+        self._by_path: dict[Path, FetchedObject] = {}
+        self._by_descriptor: dict[int, FetchedObject] = {}
         self.fetched_bytes = 0
 
     @property
     def open_bytes(self) -> int:
         """Bytes that the local files of open objects have once they are fetched."""
-        return sum(file.size for file in list(self._of_descriptor.values()) if not file.leaves)
+        return sum(file.size for file in list(self._by_descriptor.values()) if not file.is_adopted)
 
     def path_of(self, name: str, info: SegmentInfo) -> Path:
         """Return the path by which `open` opens an object, which must be that segment."""
@@ -265,7 +265,7 @@ class BucketFiles(FileSystem):
         local = self._directory.segment_path(uuid.uuid4().hex)
         local = local.with_name(local.name + TEMPORARY_SUFFIX)
         with self._lock:
-            self._of_path.setdefault(
+            self._by_path.setdefault(
                 path, FetchedObject(name, info, local, info.layout().file_bytes)
             )
         return path
@@ -281,21 +281,23 @@ class BucketFiles(FileSystem):
             if file.descriptor < 0:
                 try:
                     self._bucket.check()
-                    used = sum(other.size for other in self._of_descriptor.values())
-                    if used + file.size > self._most_bytes:
-                        raise OSError(f"{used / 1e9:.2f} GB are being fetched, there is no room")
+                    open_bytes = sum(other.size for other in self._by_descriptor.values())
+                    if open_bytes + file.size > self._max_bytes:
+                        raise OSError(
+                            f"{open_bytes / 1e9:.2f} GB are being fetched, there is no room"
+                        )
                     self._files.make_directory(file.local.parent)
                     flags = os.O_CREAT | os.O_TRUNC | os.O_RDWR
                     file.descriptor = self._files.open(file.local, flags)
                 except BaseException:
-                    del self._of_path[path]
+                    del self._by_path[path]
                     raise
-                self._of_descriptor[file.descriptor] = file
-            file.users += 1
+                self._by_descriptor[file.descriptor] = file
+            file.num_readers += 1
             return file.descriptor
 
     def _find(self, path: Path | str) -> FetchedObject:
-        if (file := self._of_path.get(Path(path))) is None:
+        if (file := self._by_path.get(Path(path))) is None:
             # It has become a file of the store since the caller got its path.
             raise OSError(errno.EAGAIN, f"{path} is fetched no more")
         return file
@@ -303,40 +305,40 @@ class BucketFiles(FileSystem):
     def close(self, descriptor: int) -> None:
         """End one reader; the file stays until it is whole, or until `end`."""
         with self._lock:
-            file = self._of_descriptor[descriptor]
-            file.users -= 1
+            file = self._by_descriptor[descriptor]
+            file.num_readers -= 1
             file.idle_since = time.monotonic()
             self._close_ended(file)
 
     def read(self, descriptor: int, offset: int, target: memoryview) -> None:
         """Fill `target`; missing ranges are fetched once, also for several concurrent readers."""
-        file = self._of_descriptor[descriptor]
-        if not file.whole:
+        file = self._by_descriptor[descriptor]
+        if not file.is_complete:
             for number in range(offset // RANGE_BYTES, -(-(offset + len(target)) // RANGE_BYTES)):
                 self._fetch(file, number)
         self._files.read(descriptor, offset, target)
 
     def engine(self, name: str, depth: int) -> BlockEngine:
         """Return an engine with more threads than for a drive, as they wait for the network."""
-        return ThreadEngine(MOST_READS, self.read, MOST_READS)
+        return ThreadEngine(MAX_READS, self.read, MAX_READS)
 
     def _fetch(self, file: FetchedObject, number: int) -> None:
-        mine = Future[None]()
+        new_future = Future[None]()
         with self._lock:
-            known = file.ranges.setdefault(number, mine)
-        if known is not mine:
-            return known.result()
+            future = file.ranges.setdefault(number, new_future)
+        if future is not new_future:
+            return future.result()
         try:
             start = number * RANGE_BYTES
-            found = self._bucket.range(file.name, start, min(RANGE_BYTES, file.size - start))
-            self._files.write(file.descriptor, start, found)
-            self.fetched_bytes += len(found)
-            mine.set_result(None)
+            content = self._bucket.range(file.name, start, min(RANGE_BYTES, file.size - start))
+            self._files.write(file.descriptor, start, content)
+            self.fetched_bytes += len(content)
+            new_future.set_result(None)
         except BaseException as error:
             with self._lock:
                 # A later read tries again.
                 del file.ranges[number]
-            mine.set_exception(error)
+            new_future.set_exception(error)
             raise
 
     def complete(self) -> Iterator[FetchedObject]:
@@ -346,12 +348,12 @@ class BucketFiles(FileSystem):
         again when it is read again. It is not deleted from the bucket, because the drive or the
         memory of this server may be at fault.
         """
-        for file in list(self._of_descriptor.values()):
+        for file in list(self._by_descriptor.values()):
             idle = time.monotonic() - file.idle_since
             with self._lock:
-                if file.whole or file.ended or file.users or idle < IDLE_SECONDS:
+                if file.is_complete or file.ended or file.num_readers or idle < IDLE_SECONDS:
                     continue
-                file.users += 1
+                file.num_readers += 1
             try:
                 for number in range(-(-file.size // RANGE_BYTES)):
                     self._fetch(file, number)
@@ -360,50 +362,48 @@ class BucketFiles(FileSystem):
                     OpenSegment(file.local, self._files, direct=False)
                 ) as segment:
                     segment.check_all()
-                file.whole = segment.info.describes_same(file.info)
+                file.is_complete = segment.info.describes_same(file.info)
             except (OSError, PrefixUnreadable) as error:
                 logger.warning("%s is not kept on the drive: %s", file.name, error)
-            if file.whole:
+            if file.is_complete:
                 yield file
             else:
                 self.end(file)
             self.close(file.descriptor)
 
     def end(self, file: FetchedObject, keep: Callable[[Path], None] | None = None) -> None:
-        """Remove an object's path; `keep` moves its file, which is removed otherwise. Readers can
-        continue."""
+        """Remove an object's path, and its file unless `keep` moves it. Readers can continue."""
         try:
             if keep is not None:
                 keep(file.local)
         finally:
             with self._lock, contextlib.suppress(OSError):
                 file.ended = True
-                self._of_path.pop(_path_of(file.info), None)
+                self._by_path.pop(_path_of(file.info), None)
                 self._close_ended(file)
                 self._files.unlink(file.local)
 
     def forget(self) -> None:
         """Remove the files of all objects; a reader that still waits for one keeps its descriptor,
         which must not become another file's."""
-        for file in list(self._of_path.values()):
+        for file in list(self._by_path.values()):
             self.end(file)
 
     def _close_ended(self, file: FetchedObject) -> None:
-        if file.ended and not file.users and file.descriptor >= 0:
-            del self._of_descriptor[file.descriptor]
+        if file.ended and not file.num_readers and file.descriptor >= 0:
+            del self._by_descriptor[file.descriptor]
             with contextlib.suppress(OSError):
                 self._files.close(file.descriptor)
             file.descriptor = -1
 
 
-def read_begun(bucket: Bucket, name: str, size: int) -> tuple[SegmentInfo, dict[str, str]]:
-    """Read the header and the attributes of an object."""
+def read_object_header(bucket: Bucket, name: str, size: int) -> tuple[SegmentInfo, dict[str, str]]:
     content, attributes = bucket.begin(name, _HEADER_BYTES)
 
     def read(offset: int, length: int) -> bytes:
         nonlocal content
-        if (missing := offset + length - len(content)) > 0:
-            content += bucket.range(name, len(content), missing)
+        if (missing_bytes := offset + length - len(content)) > 0:
+            content += bucket.range(name, len(content), missing_bytes)
         if len(content) < offset + length:
             raise EOFError("an object is shorter than its header says")
         return content[offset : offset + length]

@@ -35,9 +35,9 @@ from impress_sglang.store.bucket import (
     BucketFiles,
     FetchedObject,
     ObjectMeta,
-    read_begun,
+    read_object_header,
 )
-from impress_sglang.store.eviction_order import LEAST
+from impress_sglang.store.eviction_order import NEVER_USED
 from impress_sglang.store.journal import ORDER_SECONDS
 from impress_sglang.store.peers import PeerEvent
 from impress_sglang.store.stored import StoredSegment
@@ -46,20 +46,20 @@ from impress_sglang.threads import BackgroundThread
 logger = logging.getLogger(__name__)
 
 # Seconds between two list requests.
-LOOK_SECONDS = 2.0
+POLL_SECONDS = 2.0
 # Fraction of the time that may be spent listing objects.
-_LOOK_SHARE = 0.05
+_MAX_LIST_SHARE = 0.05
 GRACE_SECONDS = 60.0
 _KEY, _SEGMENTS, _ORDERS = "key", "segments", "orders"
 _HEADER_THREADS = 8
 # Attempts to upload an object that is refused while reads succeed.
-_MOST_ATTEMPTS = 5
+_MAX_ATTEMPTS = 5
 # Number of headers read before these segments are announced and orders are read.
-_LEARNT_TOGETHER = 512
+_HEADERS_PER_BATCH = 512
 # Seconds per poll that may be spent on segments of an earlier process.
-_MOST_SECONDS = 0.005
+_MAX_POLL_SECONDS = 0.005
 # Largest object that a single PUT accepts.
-_MOST_BYTES = 5 << 30
+_MAX_OBJECT_BYTES = 5 << 30
 
 
 class BucketPeer:
@@ -70,58 +70,58 @@ class BucketPeer:
         config: ImpressConfig,
         directory: StoreDirectory,
         bucket: Bucket,
-        news: collections.deque[PeerEvent],
+        events: collections.deque[PeerEvent],
     ) -> None:
-        """Agree with the bucket on the key of the namespaces; `news` gets events from `begin` on.
+        """Agree with the bucket on the key of the namespaces; `events` gets events from `begin` on.
 
         Raises:
             ConfigError: the bucket has another key than a directory that has segments, or it does
                 not answer, and the directory is new.
         """
-        self._bucket, self._directory, self._news = bucket, directory, news
+        self._bucket, self._directory, self._events = bucket, directory, events
         self._root = directory.identity
         self._share_key()
         self.home = Path(bucket.url)
         """`home` of the bucket's segments; other servers' segments have a folder there."""
         self.files = BucketFiles(bucket, directory, bytes_of(config.ssd_gb))
-        self._most_bytes = bytes_of(config.store_gb)
+        self._max_bytes = bytes_of(config.store_gb)
         self._lock = threading.RLock()
         self._listed: dict[str, ObjectMeta] = {}
         self._listed_bytes = 0
         # Segments by object name, each with the name of the object it builds on; None for an
         # object that cannot be used.
-        self._known: dict[str, StoredSegment | None] = {}
+        self._segments: dict[str, StoredSegment | None] = {}
         # Names of the orders that were read or written.
-        self._heard: set[str] = set()
+        self._seen_orders: set[str] = set()
         # Objects above the quota, and since when.
-        self._doomed: dict[str, float] = {}
+        self._over_quota: dict[str, float] = {}
         # Objects to be deleted: since when, and which object of that name.
-        self._deleting: dict[str, tuple[float, ObjectMeta | None]] = {}
+        self._to_delete: dict[str, tuple[float, ObjectMeta | None]] = {}
         # Orders to purge that are not uploaded yet.
         self._orders: collections.deque[Mapping[str, Any]] = collections.deque()
         # Segments of an earlier process that may not be uploaded yet.
-        self._left: collections.deque[StoredSegment] = collections.deque()
-        self.whole: collections.deque[FetchedObject] = collections.deque()
+        self._unsent: collections.deque[StoredSegment] = collections.deque()
+        self.completed: collections.deque[FetchedObject] = collections.deque()
         """Objects that are whole local files; `BucketFiles.end` must be called for each."""
         # Segments of this server by the name of their object, which need not exist; the name of
         # the object they build on; and the time of writing.
-        self._own: dict[str, tuple[SegmentInfo, str, float]] = {}
+        self._local: dict[str, tuple[SegmentInfo, str, float]] = {}
         self.sent = 0
-        self._stop, self._looked = threading.Event(), False
+        self._stop, self._has_polled = threading.Event(), False
         names = "impress-s3", "impress-s3-send", "impress-s3-keep"
-        self._looker, self._sender, self._keeper = map(BackgroundThread, names)
-        self._readers = [BackgroundThread("impress-head") for _ in range(_HEADER_THREADS)]
+        self._poller, self._uploader, self._completer = map(BackgroundThread, names)
+        self._header_readers = [BackgroundThread("impress-head") for _ in range(_HEADER_THREADS)]
 
     def _share_key(self) -> None:
         name = f"{self._root}/{_KEY}"
         is_new = not any(segment_files(self._directory.files, self._directory.path))
         try:
             try:
-                found, _ = self._bucket.begin(name, 1 << 10)
+                content, _ = self._bucket.begin(name, 1 << 10)
             except FileNotFoundError:
                 self._bucket.put(name, self._directory.key.hex().encode())
-                found, _ = self._bucket.begin(name, 1 << 10)
-            key = bytes.fromhex(found.decode())
+                content, _ = self._bucket.begin(name, 1 << 10)
+            key = bytes.fromhex(content.decode())
         except (OSError, ValueError) as error:
             if is_new:
                 raise ConfigError(
@@ -150,82 +150,85 @@ class BucketPeer:
 
     def begin(self, segments: Iterable[StoredSegment], orders: Iterable[Mapping[str, Any]]) -> None:
         """Start the threads; `segments` and `orders` are those of an earlier process."""
-        self._left.extend(segment for segment in segments if segment.home is None)
+        self._unsent.extend(segment for segment in segments if segment.foreign_dir is None)
         self._orders.extend(orders)
-        self._looker.submit(self._follow)
-        self._keeper.submit(self._keep)
+        self._poller.submit(self._follow)
+        self._completer.submit(self._complete)
 
     # Called on the store's thread.
 
-    def catch_up(self) -> None:
+    def upload_backlog(self) -> None:
         """Upload the segments of an earlier process, once all orders to purge are done."""
-        if self._looked and not self._news:
-            until = time.monotonic() + _MOST_SECONDS
-            while self._left and time.monotonic() < until:
-                segment = self._left.popleft()
+        if self._has_polled and not self._events:
+            until = time.monotonic() + _MAX_POLL_SECONDS
+            while self._unsent and time.monotonic() < until:
+                segment = self._unsent.popleft()
                 if segment.ready and not segment.info.reordered:
                     # A restart must not bring back what the quota has deleted.
-                    fits = not self._most_bytes or self._listed_bytes < self._most_bytes
-                    self.stored(segment, send=fits)
+                    fits = not self._max_bytes or self._listed_bytes < self._max_bytes
+                    self.on_stored(segment, upload=fits)
 
-    def stored(self, segment: StoredSegment, *, send: bool = True) -> None:
+    def on_stored(self, segment: StoredSegment, *, upload: bool = True) -> None:
         """Upload a segment of this server, whose file is durable, in the background."""
-        name, above = self.name_of(segment.info), segment.parent
-        above_name = self.name_of(above.info) if above is not None and above.on_disk else ""
+        name, parent = self.name_of(segment.info), segment.parent
+        parent_name = self.name_of(parent.info) if parent is not None and parent.on_disk else ""
         with self._lock:
-            self._own[name] = segment.info, above_name, segment.written
-        if send:
-            self._sender.submit(self._send, name)
+            self._local[name] = segment.info, parent_name, segment.written
+        if upload:
+            self._uploader.submit(self._upload, name)
 
-    def lost(self, segment: StoredSegment) -> None:
+    def on_removed(self, segment: StoredSegment) -> None:
         """Announce the object of a segment that left the tree, which replaces it there.
 
         The object of a purged or expired segment is announced, too, and removed for that reason.
         """
         name = self.name_of(segment.info)
         with self._lock:
-            uploaded = self._own.get(name)
+            uploaded = self._local.get(name)
             if uploaded is not None and uploaded[0].segment_id == segment.segment_id:
-                del self._own[name]
-            if segment.home != self.home and name not in self._doomed:
+                del self._local[name]
+            if segment.foreign_dir != self.home and name not in self._over_quota:
                 # This is not a use of the segment, nor of its ancestors.
-                self._announce(name, LEAST)
+                self._announce(name, NEVER_USED)
 
     def delete(self, segment: StoredSegment) -> None:
-        """Delete the object of a segment at the next `look`; that of an expired segment after
+        """Delete the object of a segment at the next `poll`; that of an expired segment after
         `GRACE_SECONDS`, because other servers may read it."""
-        since = time.monotonic() if segment.due <= time.time() else -math.inf
+        since = time.monotonic() if segment.expires_at <= time.time() else -math.inf
         name = self.name_of(segment.info)
         with self._lock:
-            known = self._known.get(name)
+            listed_segment = self._segments.get(name)
             # An object that was stored again has the same name.
-            if known is not None and known.segment_id == segment.segment_id:
-                self._deleting[name] = since, self._listed.get(name)
+            if listed_segment is not None and listed_segment.segment_id == segment.segment_id:
+                self._to_delete[name] = since, self._listed.get(name)
 
-    def tell(self, order: Mapping[str, Any]) -> None:
+    def send_order(self, order: Mapping[str, Any]) -> None:
         self._orders.append(order)
 
-    def has_own(self, segment: StoredSegment) -> bool:
+    def has_local(self, segment: StoredSegment) -> bool:
         """Whether a segment of this server has the same tokens as a segment of the bucket."""
-        return self.name_of(segment.info) in self._own
+        return self.name_of(segment.info) in self._local
 
     def _announce(self, name: str, last_access: int = 0) -> None:
-        known = self._known.get(name)
-        if known is not None and name in self._listed:
-            uploaded, other = self._own.get(known.above), self._known.get(known.above)
-            above = uploaded[0].segment_id if uploaded else other.segment_id if other else ""
-            fresh = known.apart(last_access=last_access, above=above)
-            self._news.append(PeerEvent(added=fresh, far=True))
+        segment = self._segments.get(name)
+        if segment is not None and name in self._listed:
+            uploaded, parent = (
+                self._local.get(segment.parent_hint),
+                self._segments.get(segment.parent_hint),
+            )
+            parent_id = uploaded[0].segment_id if uploaded else parent.segment_id if parent else ""
+            added = segment.detached_copy(last_access=last_access, parent_hint=parent_id)
+            self._events.append(PeerEvent(added=added, from_bucket=True))
 
     # Called on other threads.
 
-    def _send(self, name: str) -> None:
-        uploaded = self._own.get(name)
-        # Evicted before its upload, or uploaded already; `look` uploads again what it deletes.
+    def _upload(self, name: str) -> None:
+        uploaded = self._local.get(name)
+        # Evicted before its upload, or uploaded already; `poll` uploads again what it deletes.
         if uploaded is None or name in self._listed or self._stop.is_set():
             return
-        info, above, written = uploaded
-        if info.layout().file_bytes > _MOST_BYTES:
+        info, parent_name, written = uploaded
+        if info.layout().file_bytes > _MAX_OBJECT_BYTES:
             logger.warning("segment %s is not sent: it has more than 5 GiB", info.segment_id)
             return
         path, files = self._directory.segment_path(info.segment_id), self._directory.files
@@ -237,45 +240,45 @@ class BucketPeer:
         except (OSError, EOFError, PrefixUnreadable) as error:
             logger.warning("segment %s is not sent: %s", info.segment_id, error)
             return
-        attributes = {"written": repr(written), "above": above}
+        attributes = {"written": repr(written), "above": parent_name}
         for attempt in itertools.count(1):
             # Purged or evicted while the object store did not answer.
-            if self._own.get(name) is not uploaded or self._stop.is_set():
+            if self._local.get(name) is not uploaded or self._stop.is_set():
                 return
             try:
                 if self._bucket.put(name, content, attributes):
                     self.sent += 1
                 return
             except OSError as error:
-                if self._bucket.answers and attempt >= _MOST_ATTEMPTS:
+                if self._bucket.answers and attempt >= _MAX_ATTEMPTS:
                     logger.warning("segment %s is not sent: %s", info.segment_id, error)
                     return
-                self._stop.wait(LOOK_SECONDS)
+                self._stop.wait(POLL_SECONDS)
 
     def _follow(self) -> None:
         while not self._stop.is_set():
             began = time.monotonic()
             try:
-                self.look()
+                self.poll()
             except OSError as error:
                 # `Bucket` has logged a failure of reads.
                 logger.debug("a look has failed: %s", error)
             except Exception:
                 logger.exception("what is in %s cannot be followed", self._bucket.url)
             took = time.monotonic() - began
-            self._stop.wait(min(max(LOOK_SECONDS, took / _LOOK_SHARE), 4 * LOOK_SECONDS))
+            self._stop.wait(min(max(POLL_SECONDS, took / _MAX_LIST_SHARE), 4 * POLL_SECONDS))
 
-    def _hear(self, names: Iterable[str]) -> None:
+    def _take_orders(self, names: Iterable[str]) -> None:
         """Read the new orders among these objects."""
         for name in names:
-            if name.startswith(f"{self._root}/{_ORDERS}/") and name not in self._heard:
+            if name.startswith(f"{self._root}/{_ORDERS}/") and name not in self._seen_orders:
                 # An order may be deleted meanwhile, or not be JSON.
                 with contextlib.suppress(ValueError, FileNotFoundError):
                     order, _ = self._bucket.begin(name, 1 << 24)
-                    self._heard.add(name)
-                    self._news.append(PeerEvent(purge=json.loads(order), far=True))
+                    self._seen_orders.add(name)
+                    self._events.append(PeerEvent(purge=json.loads(order), from_bucket=True))
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """List the bucket, announce changes, upload orders and delete objects that are due.
 
         A list may have 100,000 objects, so no loop over all of them holds the lock, nor does a
@@ -286,67 +289,73 @@ class BucketPeer:
         """
         if not self._bucket.answers:
             # Reads resume as soon as it answers; a list of all objects takes longer.
-            self._hear(self._bucket.list(f"{self._root}/{_ORDERS}"))
+            self._take_orders(self._bucket.list(f"{self._root}/{_ORDERS}"))
         # Changed only by this thread.
-        known, before, doomed_before = self._known, self._listed, self._doomed
-        listed, segments = self._bucket.list(self._root, before), f"{self._root}/{_SEGMENTS}/"
-        others = [name for name in listed if not name.startswith(segments)]
-        orders = {name: listed.pop(name) for name in others}
-        self._hear(orders)
+        known, previous, previous_over_quota = self._segments, self._listed, self._over_quota
+        listed, segments = self._bucket.list(self._root, previous), f"{self._root}/{_SEGMENTS}/"
+        other_names = [name for name in listed if not name.startswith(segments)]
+        orders = {name: listed.pop(name) for name in other_names}
+        self._take_orders(orders)
         listed_bytes = sum(entry.size for entry in listed.values())
         # A list may be stale: an object is gone once it is missing in two.
-        gone = [name for name in known if name not in listed and name not in before]
+        removed = [name for name in known if name not in listed and name not in previous]
         # Deleted, and stored again by another server.
-        gone += [name for name in known if listed.get(name, (was := before.get(name))) is not was]
-        doomed = self._doom(listed, listed_bytes)
+        removed += [
+            name for name in known if listed.get(name, (old := previous.get(name))) is not old
+        ]
+        over_quota = self._find_over_quota(listed, listed_bytes)
         with self._lock:
-            self._listed, self._listed_bytes, self._doomed = listed, listed_bytes, doomed
-        self._forget([*gone, *doomed])
-        new = [name for name in listed if name not in known and name not in doomed]
-        self._learn(sorted(new, key=lambda name: listed[name].modified))
-        self._looked = True
+            self._listed, self._listed_bytes, self._over_quota = listed, listed_bytes, over_quota
+        self._forget([*removed, *over_quota])
+        new = [name for name in listed if name not in known and name not in over_quota]
+        self._read_headers(sorted(new, key=lambda name: listed[name].modified))
+        self._has_polled = True
         # Last, because it fails without the right to write.
         while self._orders:
             content = json.dumps(self._orders[0], sort_keys=True).encode()
             digest = hashlib.blake2b(content, digest_size=16).hexdigest()
             name = f"{self._root}/{_ORDERS}/{digest}.json"
-            self._heard.add(name)
+            self._seen_orders.add(name)
             self._bucket.put(name, content)
             self._orders.popleft()
-        before_grace = time.monotonic() - GRACE_SECONDS
-        late = [name for name, since in doomed.items() if since < before_grace]
-        deleting = list(self._deleting.items())
-        due = {name: entry for name, (since, entry) in deleting if since < before_grace}
-        going = late + [name for name, entry in due.items() if listed.get(name, entry) == entry]
-        told = time.time() - ORDER_SECONDS
-        old = [name for name, order in orders.items() if order.modified.timestamp() < told]
-        self._bucket.delete([*going, *(name for name in old if name in self._heard)])
+        grace_start = time.monotonic() - GRACE_SECONDS
+        expired = [name for name, since in over_quota.items() if since < grace_start]
+        deleting = list(self._to_delete.items())
+        due = {name: entry for name, (since, entry) in deleting if since < grace_start}
+        deleted = expired + [
+            name for name, entry in due.items() if listed.get(name, entry) == entry
+        ]
+        cutoff = time.time() - ORDER_SECONDS
+        old_orders = [name for name, order in orders.items() if order.modified.timestamp() < cutoff]
+        self._bucket.delete([*deleted, *(name for name in old_orders if name in self._seen_orders)])
         with self._lock:
-            for name in going:
+            for name in deleted:
                 listed.pop(name, None)
-                doomed.pop(name, None)
+                over_quota.pop(name, None)
             for name in due:
-                del self._deleting[name]
-        self._forget(going)
-        left = [name for name in doomed_before if name not in listed]
-        for name in {*due, *late, *left}:
-            uploaded, was = self._own.get(name), before.get(name)
+                del self._to_delete[name]
+        self._forget(deleted)
+        deleted_by_peers = [name for name in previous_over_quota if name not in listed]
+        for name in {*due, *expired, *deleted_by_peers}:
+            uploaded, old = self._local.get(name), previous.get(name)
             # Segments stored since the object are uploaded again; for objects that were due, these
             # are all segments of this server.
-            if uploaded and (name in due or was is None or uploaded[2] > was.modified.timestamp()):
-                self._sender.submit(self._send, name)
+            if uploaded and (name in due or old is None or uploaded[2] > old.modified.timestamp()):
+                self._uploader.submit(self._upload, name)
 
     def _forget(self, names: Iterable[str]) -> None:
         for name in names:
             with self._lock:
-                if known := self._known.pop(name, None):
-                    self._news.append(PeerEvent(gone=known.segment_id, far=True))
+                if segment := self._segments.pop(name, None):
+                    self._events.append(PeerEvent(gone=segment.segment_id, from_bucket=True))
 
-    def _doom(self, listed: Mapping[str, ObjectMeta], listed_bytes: int) -> dict[str, float]:
+    def _find_over_quota(
+        self, listed: Mapping[str, ObjectMeta], listed_bytes: int
+    ) -> dict[str, float]:
         """Return the oldest objects, which exceed the quota, and since when they are not used."""
-        excess, doomed = listed_bytes - self._most_bytes, dict[str, float]()
-        if not self._most_bytes or excess <= 0:
-            return doomed
+        excess, over_quota = listed_bytes - self._max_bytes, dict[str, float]()
+        if not self._max_bytes or excess <= 0:
+            return over_quota
         oldest, count = list[ObjectMeta](), 64 + len(listed) * excess // listed_bytes
         while sum(entry.size for entry in oldest) < excess:
             oldest = heapq.nsmallest(
@@ -357,55 +366,59 @@ class BucketPeer:
             count *= 2
         for entry in oldest:
             if excess > 0:
-                doomed[entry.name] = self._doomed.get(entry.name, time.monotonic())
+                over_quota[entry.name] = self._over_quota.get(entry.name, time.monotonic())
                 excess -= entry.size
-        return doomed
+        return over_quota
 
-    def _learn(self, names: Sequence[str]) -> None:
+    def _read_headers(self, names: Sequence[str]) -> None:
         """Read the headers of new objects, oldest first, so that parents precede children."""
-        for first in range(0, len(names), _LEARNT_TOGETHER):
+        for first in range(0, len(names), _HEADERS_PER_BATCH):
             if first:
-                self._hear(self._bucket.list(f"{self._root}/{_ORDERS}"))
+                self._take_orders(self._bucket.list(f"{self._root}/{_ORDERS}"))
             if self._stop.is_set():
                 return
-            turns = zip(names[first : first + _LEARNT_TOGETHER], itertools.cycle(self._readers))
+            turns = zip(
+                names[first : first + _HEADERS_PER_BATCH], itertools.cycle(self._header_readers)
+            )
             reading = {name: thread.submit(self._read, name) for name, thread in turns}
-            found, unusable = list[tuple[int, str, StoredSegment]](), 0
+            segments, unusable = list[tuple[int, str, StoredSegment]](), 0
             for name, future in reading.items():
                 try:
                     segment = future.result()
-                    found.append((segment.info.prefix_len, name, segment))
+                    segments.append((segment.info.prefix_len, name, segment))
                 except FileNotFoundError:
                     continue
                 except (OSError, StoreUnavailable) as error:
                     logger.debug("%s cannot be read now: %s", name, error)
                 except (PrefixUnreadable, ValueError) as error:
                     logger.debug("%s cannot be used: %s", name, error)
-                    self._known[name], unusable = None, unusable + 1
+                    self._segments[name], unusable = None, unusable + 1
             if unusable:
                 logger.warning("%d objects of %s cannot be used", unusable, self._bucket.url)
-            for _, name, segment in sorted(found):
+            for _, name, segment in sorted(segments):
                 with self._lock:
-                    self._known[name] = segment
+                    self._segments[name] = segment
                     self._announce(name)
 
     def _read(self, name: str) -> StoredSegment:
-        info, attributes = read_begun(self._bucket, name, self._listed[name].size)
+        info, attributes = read_object_header(self._bucket, name, self._listed[name].size)
         if info.identity != self._directory.identity or self.name_of(info) != name:
             raise ValueError("it is not what its name says")
-        written, above = float(attributes.get("written", 0.0)), attributes.get("above", "")
-        return StoredSegment(info, 0, written=written, home=self.home, above=above)
+        written, parent_name = float(attributes.get("written", 0.0)), attributes.get("above", "")
+        return StoredSegment(
+            info, 0, written=written, foreign_dir=self.home, parent_hint=parent_name
+        )
 
-    def _keep(self) -> None:
-        while not self._stop.wait(LOOK_SECONDS / 8):
-            self.whole.extend(self.files.complete())
+    def _complete(self) -> None:
+        while not self._stop.wait(POLL_SECONDS / 8):
+            self.completed.extend(self.files.complete())
 
     def summary(self) -> dict[str, Any]:
         return {
             "state": "ok" if self._bucket.answers else "degraded",
             "objects": len(self._listed),
             "bytes": self._listed_bytes,
-            "quota_bytes": self._most_bytes,
+            "quota_bytes": self._max_bytes,
             "sent": self.sent,
             "fetched_bytes": self.files.fetched_bytes,
             "fetching_bytes": self.files.open_bytes,
@@ -413,9 +426,8 @@ class BucketPeer:
         }
 
     def close(self, seconds: float) -> None:
-        """End the threads, or leave them running if that takes more than `seconds`."""
         self._stop.set()
         until = time.monotonic() + seconds
-        for thread in (self._looker, self._keeper, self._sender, *self._readers):
+        for thread in (self._poller, self._completer, self._uploader, *self._header_readers):
             thread.close(max(until - time.monotonic(), 0.0))
         self.files.forget()

@@ -25,17 +25,17 @@ from impress_sglang.store.stored import StoredSegment, StoredSpan
 WINDOW_TOKENS = 64
 # Number of equal windows, of any segments, that are compared with a prompt, oldest first; text that
 # occurs everywhere need not be found everywhere.
-SAME_WINDOWS = 4
+MAX_EQUAL_WINDOWS = 4
 # A value is the `id` of a segment and, in these lower bits, the index of a window.
 _WINDOW_BITS = 32
 _WINDOW_MASK = (1 << _WINDOW_BITS) - 1
 # Minimum size of a table of counts, in total and per window, so that few lookups are in vain; and
 # its maximum size, as a multiple of that.
-_FEWEST = 1 << 12
-_PLACES_EACH = 16
-_MOST_TIMES = 8
+_MIN_PLACES = 1 << 12
+_PLACES_PER_WINDOW = 16
+_MAX_SIZE_RATIO = 8
 # Number of tokens in the first comparison.
-_FIRST_COMPARED = 256
+_FIRST_COMPARISON = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,10 +99,10 @@ class _Counts:
         """Return upper bounds on the numbers of windows with these keys."""
         return self._counts[self._places(keys)]
 
-    def count(self, keys: Hashes, more: int) -> None:
-        """Add `more`, 1 or -1, to the counts of windows."""
-        np.add.at(self._counts, self._places(keys), more)
-        self.num_windows += more * len(keys)
+    def count(self, keys: Hashes, change: int) -> None:
+        """Add `change`, 1 or -1, to the counts of windows."""
+        np.add.at(self._counts, self._places(keys), change)
+        self.num_windows += change * len(keys)
 
     def _places(self, keys: Hashes) -> Hashes:
         return keys & np.uint64(len(self._counts) - 1)
@@ -120,7 +120,7 @@ class ContentIndex:
         self._more: dict[int, dict[int, None]] = {}
         # Filters the windows of a prompt in one vectorized step, so that few keys are looked up in
         # vain. The last table counts new segments, and takes over those of the others step by step.
-        self._tables = [_Counts(_FEWEST)]
+        self._tables = [_Counts(_MIN_PLACES)]
 
     def __len__(self) -> int:
         return len(self._first) + sum(map(len, self._more.values()))
@@ -130,7 +130,7 @@ class ContentIndex:
             return
         self._segments[id(segment)] = segment
         info = segment.info
-        keys = self._hashes.apart_windows(info.namespace, info.tokens, WINDOW_TOKENS)
+        keys = self._hashes.block_windows(info.namespace, info.tokens, WINDOW_TOKENS)
         self._count(segment, keys)
         for value, key in _values(segment, keys):
             if self._first.setdefault(key, value) != value:
@@ -162,18 +162,18 @@ class ContentIndex:
         segments have a window, the longest run is taken. The time is linear in the number of
         scanned tokens, for any tokens. `only_ready`: leave out segments that cannot be read now.
         """
-        keys = self._hashes.all_windows(namespace, tokens[start:], WINDOW_TOKENS)
-        likely = np.flatnonzero(sum(table.of(keys) for table in self._tables))
-        runs, vain = list[Run](), 0
+        keys = self._hashes.rolling_windows(namespace, tokens[start:], WINDOW_TOKENS)
+        candidates = np.flatnonzero(sum(table.of(keys) for table in self._tables))
+        runs, misses = list[Run](), 0
         first = position = start
-        for at, key in zip((likely + start).tolist(), keys[likely].tolist(), strict=True):
+        for at, key in zip((candidates + start).tolist(), keys[candidates].tolist(), strict=True):
             if at < position or key not in self._first:
                 continue
             run = self._longest(namespace, tokens, first, at, key, only_ready)
             if run is None:
                 # In periodic text, a segment that is not ready may match at every position.
-                vain += 1
-                position = at + min(vain, WINDOW_TOKENS)
+                misses += 1
+                position = at + min(misses, WINDOW_TOKENS)
             else:
                 runs.append(run)
                 first = position = run.stop
@@ -184,36 +184,36 @@ class ContentIndex:
     ) -> Run | None:
         best: Run | None = None
         now = time.time()
-        same = itertools.chain([self._first[key]], self._more.get(key, ()))
-        for value in itertools.islice(same, SAME_WINDOWS):
+        values = itertools.chain([self._first[key]], self._more.get(key, ()))
+        for value in itertools.islice(values, MAX_EQUAL_WINDOWS):
             segment = self._segments[value >> _WINDOW_BITS]
             # Keys differ between namespaces, unless hashes collide.
             if segment.info.namespace != namespace or (only_ready and not segment.may_be_read(now)):
                 continue
             start = (value & _WINDOW_MASK) * WINDOW_TOKENS
             stored = segment.info.tokens
-            after = _equal(tokens[position:], stored[start:])
-            before = _equal(tokens[first:position][::-1], stored[:start][::-1])
-            if after >= WINDOW_TOKENS and (best is None or before + after > len(best)):
-                span = StoredSpan(segment, start - before, start + after)
-                best = Run(position - before, span)
+            num_after = _equal(tokens[position:], stored[start:])
+            num_before = _equal(tokens[first:position][::-1], stored[:start][::-1])
+            if num_after >= WINDOW_TOKENS and (best is None or num_before + num_after > len(best)):
+                span = StoredSpan(segment, start - num_before, start + num_after)
+                best = Run(position - num_before, span)
         return best
 
     def _count(self, segment: StoredSegment, keys: Hashes) -> None:
         """Count the windows of a new segment, in a new table if the last one has the wrong size."""
         total = len(keys) + sum(table.num_windows for table in self._tables)
-        needed = max(_PLACES_EACH * total, _FEWEST)
-        if not needed <= len(self._tables[-1]) <= _MOST_TIMES * needed:
-            self._tables.append(_Counts(1 << (2 * needed - 1).bit_length()))
+        min_places = max(_PLACES_PER_WINDOW * total, _MIN_PLACES)
+        if not min_places <= len(self._tables[-1]) <= _MAX_SIZE_RATIO * min_places:
+            self._tables.append(_Counts(1 << (2 * min_places - 1).bit_length()))
         self._tables[-1].add(segment, keys)
         # Moving twice the new windows makes a table the only one before it is full.
-        left = 2 * len(keys)
-        while len(self._tables) > 1 and left > 0:
-            if (old := self._tables[0]).keys:
-                moved, windows = old.keys.popitem()
-                old.count(windows, -1)
-                self._tables[-1].add(moved, windows)
-                left -= len(windows)
+        to_move = 2 * len(keys)
+        while len(self._tables) > 1 and to_move > 0:
+            if (oldest_table := self._tables[0]).keys:
+                old_segment, windows = oldest_table.keys.popitem()
+                oldest_table.count(windows, -1)
+                self._tables[-1].add(old_segment, windows)
+                to_move -= len(windows)
             else:
                 del self._tables[0]
 
@@ -225,10 +225,10 @@ def _values(segment: StoredSegment, keys: Hashes) -> list[tuple[int, int]]:
 
 def _equal(left: Tokens, right: Tokens) -> int:
     """Return the number of equal leading tokens, in time linear in it."""
-    done, size = 0, _FIRST_COMPARED
+    length, size = 0, _FIRST_COMPARISON
     while True:
-        equal = common_prefix_len(left[done : done + size], right[done : done + size])
-        done += equal
+        equal = common_prefix_len(left[length : length + size], right[length : length + size])
+        length += equal
         if equal < size:
-            return done
+            return length
         size *= 2

@@ -43,14 +43,14 @@ from impress_sglang.threads import BackgroundThread
 logger = logging.getLogger(__name__)
 
 # A store of at least this many segments is large.
-_MANY = 10_000
+_MANY_SEGMENTS = 10_000
 # Seconds between records of uses; a process that is killed loses the uses since the last one.
-NOTE_SECONDS = 60.0
+RECORD_SECONDS = 60.0
 # Maximum number of uses per record, which takes less than a millisecond.
-NOTED_TOGETHER = 500
+MAX_USES_PER_RECORD = 500
 
 
-Answer: TypeAlias = tuple[frozenset[str] | None, Exception | None]
+ProbeResult: TypeAlias = tuple[frozenset[str] | None, Exception | None]
 """Result of a probe: ids of the finished segments, None if the folder cannot be read; and the error
 of what failed, if anything did."""
 
@@ -75,7 +75,7 @@ class StoreDisk:
         """
         self.files = files or installed()
         self._seconds = config.io_timeout
-        self._note_at = time.monotonic() + NOTE_SECONDS
+        self._record_at = time.monotonic() + RECORD_SECONDS
         self.meter = QueryMeter()
         self.directory = directory or take_free(self.files, config.ssd_path, identity)
         self.peers = Peers(self.directory)
@@ -84,7 +84,7 @@ class StoreDisk:
             undo.callback(self.peers.close, self._seconds)
             self.bucket: BucketPeer | None = None
             if (bucket := open_bucket(config)) is not None:
-                self.bucket = BucketPeer(config, self.directory, bucket, self.peers.news)
+                self.bucket = BucketPeer(config, self.directory, bucket, self.peers.events)
                 undo.callback(self.bucket.close, self._seconds)
             self.namespace = self.directory.namespace
             self.health = Health(self._seconds)
@@ -92,18 +92,18 @@ class StoreDisk:
                 self.direct = self.files.supports_direct_io(self.directory.path)
                 self.worker = DiskWorker(self.directory, self.health, direct=self.direct)
                 undo.callback(self._close_worker)
-                if (kept := self.directory.get(CODING)) is not None:
-                    self.meter.restore(kept)
+                if (coding := self.directory.get(CODING)) is not None:
+                    self.meter.restore(coding)
                 self.health.free_bytes = self.files.free_bytes(self.directory.path)
                 # Separate from the worker, whose writes may hang.
                 self._prober = BackgroundThread("impress-probe")
                 undo.callback(self._prober.close, self._seconds)
                 content = None if config.blend == OFF else ContentIndex()
                 self.tree = StoredTree(content, config.ttl)
-                self.places = self._recover(undo)
-                most = bytes_of(config.ssd_gb) // 2
-                self.pins = Pins(self.directory, self.worker, self.tree, most)
-                self.others = other_stores(self.files, self.directory.path)
+                self.unattached = self._recover(undo)
+                max_pinned_bytes = bytes_of(config.ssd_gb) // 2
+                self.pins = Pins(self.directory, self.worker, self.tree, max_pinned_bytes)
+                self.other_stores = other_stores(self.files, self.directory.path)
                 """Stores of other models and their bytes, latest store first."""
             except OSError as error:
                 raise ConfigError(
@@ -131,45 +131,45 @@ class StoreDisk:
         enabled = gc.isenabled()
         gc.disable()
         try:
-            found, unread = self.worker.recover()
-            large = enabled and len(found) >= _MANY
-            if large:
+            local_segments, num_unreadable = self.worker.recover()
+            is_large = enabled and len(local_segments) >= _MANY_SEGMENTS
+            if is_large:
                 # Before the tree, which makes a collection slower; `freeze` keeps all garbage.
                 gc.collect()
-            others = self.peers.begin(self.worker.journal.orders)
-            places = UnattachedSegments(self.tree)
-            useless, orphans = places.restore(found + others)
-            if unread or self.peers.unreadable:
+            foreign_segments = self.peers.begin(self.worker.journal.orders)
+            unattached = UnattachedSegments(self.tree)
+            unusable, orphans = unattached.restore(local_segments + foreign_segments)
+            if num_unreadable or self.peers.unreadable:
                 # Their parent may be a file that cannot be read now.
                 self.worker.unused_bytes += sum(segment.file_bytes for segment in orphans)
             else:
-                useless += orphans
-            for segment in useless:
+                unusable += orphans
+            for segment in unusable:
                 logger.warning(
                     "segment %s has no place: what it builds on is gone, or others are there; "
                     "removed",
                     segment.segment_id,
                 )
-            if useless:
-                self.worker.delete({segment.segment_id: segment.file_bytes for segment in useless})
-            if large:
+            if unusable:
+                self.worker.delete({segment.segment_id: segment.file_bytes for segment in unusable})
+            if is_large:
                 gc.freeze()
                 # The tree is garbage then, which the next opening of a store collects first.
                 closing.callback(gc.unfreeze)
         finally:
             if enabled:
                 gc.enable()
-        return places
+        return unattached
 
     def only_in_bucket(self, segment: StoredSegment) -> bool:
-        return self.bucket is not None and segment.home == self.bucket.home
+        return self.bucket is not None and segment.foreign_dir == self.bucket.home
 
     def open(self, segment: StoredSegment) -> OpenSegment:
         """Open a segment's file, in any folder or the bucket; raises as `OpenSegment`."""
         if self.bucket is not None and self.only_in_bucket(segment):
             path = self.bucket.path_of(segment.info)
             return OpenSegment(path, self.bucket.files, direct=False)
-        path = self.directory.segment_path(segment.segment_id, segment.home)
+        path = self.directory.segment_path(segment.segment_id, segment.foreign_dir)
         return OpenSegment(path, self.files, direct=self.direct)
 
     def remove_foreign(self, segments: Iterable[StoredSegment]) -> None:
@@ -179,25 +179,24 @@ class StoreDisk:
         for segment in segments:
             if self.bucket is not None and self.only_in_bucket(segment):
                 self.bucket.delete(segment)
-            elif segment.home is not None:
-                names.setdefault(segment.home, set()).add(segment.segment_id)
-        for folder, only in names.items():
-            self.worker.submit(self.peers.trim, folder, math.inf, only)
+            elif segment.foreign_dir is not None:
+                names.setdefault(segment.foreign_dir, set()).add(segment.segment_id)
+        for folder, ids in names.items():
+            self.worker.submit(self.peers.trim, folder, math.inf, ids)
 
     def begin(self, task: DiskTask | Suspect) -> Future[Any]:
-        """Start a task of `Health.due`."""
         if isinstance(task, Suspect):
-            return self.worker.submit(self.worker.look, task.segment.info)
+            return self.worker.submit(self.worker.recheck, task.segment.info)
         if task is DiskTask.MEASURE:
             return self._prober.submit(self.files.free_bytes, self.directory.path)
         return self._prober.submit(probe, self.directory)
 
-    def note_uses(self) -> None:
+    def record_recent_uses(self) -> None:
         """Record uses of segments periodically, so that they outlast a killed process."""
-        if time.monotonic() < self._note_at:
+        if time.monotonic() < self._record_at:
             return
-        if self._record_uses(NOTED_TOGETHER) < NOTED_TOGETHER:
-            self._note_at = time.monotonic() + NOTE_SECONDS
+        if self._record_uses(MAX_USES_PER_RECORD) < MAX_USES_PER_RECORD:
+            self._record_at = time.monotonic() + RECORD_SECONDS
 
     def close(self) -> None:
         """Record uses of segments, end the threads and release the lock.
@@ -211,14 +210,16 @@ class StoreDisk:
         if not self.worker.close(self._seconds):
             logger.warning("access times are not kept for the next start")
 
-    def _record_uses(self, most: int) -> int:
-        used = self.tree.order.take_changed(most)
-        if uses := [{"use": segment.use} for segment in used if segment.home is None]:
+    def _record_uses(self, max_segments: int) -> int:
+        segments = self.tree.order.take_changed(max_segments)
+        if uses := [
+            {"use": segment.journal_usage} for segment in segments if segment.foreign_dir is None
+        ]:
             self.worker.submit(self.worker.record, *uses)
-        return len(used)
+        return len(segments)
 
 
-def probe(directory: StoreDirectory) -> Answer:
+def probe(directory: StoreDirectory) -> ProbeResult:
     """Check whether a disk that failed can be read and written; recreates a removed folder."""
     segments = None
     try:
@@ -226,8 +227,8 @@ def probe(directory: StoreDirectory) -> Answer:
             directory.check_readable()
         except FileNotFoundError:
             directory.restore()
-        found = segment_files(directory.files, directory.path)
-        segments = frozenset(name for name, _, finished in found if finished)
+        files = segment_files(directory.files, directory.path)
+        segments = frozenset(name for name, _, finished in files if finished)
         directory.check_writable()
     except Exception as error:
         return segments, error

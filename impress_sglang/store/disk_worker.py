@@ -40,19 +40,19 @@ logger = logging.getLogger(__name__)
 RETRY_S = 60.0
 # Maximum number of looks that cannot read a segment although the disk answers. With the pauses
 # between them, they take at least 15 seconds, after which a link that was reset is back.
-MOST_LOOKS = 5
+MAX_LOOKS = 5
 # Number of damaged segments that are kept for an analysis of the damage.
-MOST_QUARANTINED = 4
+MAX_QUARANTINED = 4
 # Errors of a place on the medium, as opposed to the machine or the caller.
-_OF_MEDIA = frozenset(
+_MEDIA_ERRORS = frozenset(
     {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG, errno.EUCLEAN, errno.EREMOTEIO}
 )
 
 
 class DiskWorker(BackgroundThread):
-    """Works on the disk of a store. Thread: the store's, for the methods up to `unremoved`.
+    """Works on the disk of a store. Thread: the store's, for the methods up to `blocked_removals`.
 
-    The store's thread submits calls of the methods after `unremoved` to the worker's thread.
+    The store's thread submits calls of the methods after `blocked_removals` to the worker's thread.
     """
 
     def __init__(self, directory: StoreDirectory, health: Health, *, direct: bool) -> None:
@@ -61,15 +61,15 @@ class DiskWorker(BackgroundThread):
         self.files = directory.files
         self.journal = Journal(self.files, directory.path)
         # Small files that the disk has refused, by name.
-        self._unkept: dict[str, bytes] = {}
+        self._refused_files: dict[str, bytes] = {}
         # Removals that the disk has refused, by segment or `QUARANTINE`, and the bytes to remove.
-        self._refused: dict[str, tuple[Callable[[], object], int]] = {}
+        self._refused_removals: dict[str, tuple[Callable[[], object], int]] = {}
         self._retried_at = 0.0
         # Number of looks that could not read a segment although the disk answered.
-        self._unreadable = Counter[str]()
+        self._failed_looks = Counter[str]()
         # Bytes of all removals so far: the store's thread adds to the first, the worker's to the
         # second.
-        self._asked_bytes = self._removed_bytes = 0
+        self._submitted_bytes = self._removed_bytes = 0
         self.quarantined_bytes = 0
         """Bytes of damaged segments that are kept; before `recover` without earlier processes'."""
         self.progress = time.monotonic()
@@ -89,18 +89,18 @@ class DiskWorker(BackgroundThread):
         Raises:
             OSError: the folder cannot be read.
         """
-        files, known = self.files, self.journal.segments()
-        found, adopted, unread = list[StoredSegment](), [], 0
+        files, indexed = self.files, self.journal.segments()
+        segments, unindexed, num_unreadable = list[StoredSegment](), [], 0
         for segment_id, path, finished in segment_files(files, self._directory.path):
             if not finished:
                 logger.info("removing unfinished %s", path)
                 files.unlink(Path(path))
                 continue
-            row, size = known.pop(segment_id, None), 0
+            indexed_segment, size = indexed.pop(segment_id, None), 0
             try:
                 status = files.stat(path)
                 size = status.st_size
-                segment = row or _of_header(files, segment_id, Path(path))
+                segment = indexed_segment or _read_segment(files, segment_id, Path(path))
                 if size != segment.file_bytes:
                     raise SegmentUnreadable(segment_id, "has the wrong size")
                 if segment.info.identity != self._directory.identity:
@@ -111,60 +111,59 @@ class DiskWorker(BackgroundThread):
                     self.unused_bytes += size
                 continue
             except (OSError, StoreUnavailable) as error:
-                if row is None:
-                    unread += 1
+                if indexed_segment is None:
+                    num_unreadable += 1
                     self.unused_bytes += size
                     logger.warning("%s stays where it is, unused: %s", path, error)
                     continue
                 # An indexed segment is verified when it is opened. Its age is not known, so it
                 # counts as oldest.
-                segment = row
+                segment = indexed_segment
                 segment.written = 0.0
-            if row is None:
-                adopted.append(segment)
-            found.append(segment)
-        for segment_id in known:
+            if indexed_segment is None:
+                unindexed.append(segment)
+            segments.append(segment)
+        for segment_id in indexed:
             logger.warning("segment %s is in the index but has no file", segment_id)
-        if adopted or known:
-            self.record(*([{"gone": list(known)}] if known else []), *adopted)
+        if unindexed or indexed:
+            self.record(*([{"gone": list(indexed)}] if indexed else []), *unindexed)
         self.tidy_quarantine()
-        return found, unread
+        return segments, num_unreadable
 
     def delete(self, segments: Mapping[str, int]) -> None:
         """Remove segments (id: bytes) and their index entries; readers of open files continue."""
-        self._asked_bytes += sum(segments.values())
+        self._submitted_bytes += sum(segments.values())
         self.submit(self._delete, segments)
 
     @property
     def removing_bytes(self) -> int:
-        return self._asked_bytes - self._removed_bytes
+        return self._submitted_bytes - self._removed_bytes
 
     @property
-    def unremoved_bytes(self) -> int:
-        """Bytes of segments whose files could not be removed yet."""
-        return sum(num_bytes for _, num_bytes in list(self._refused.values()))
+    def blocked_bytes(self) -> int:
+        return sum(num_bytes for _, num_bytes in list(self._refused_removals.values()))
 
-    def unremoved(self) -> frozenset[str]:
+    def blocked_removals(self) -> frozenset[str]:
         """Return the names of refused removals; these files count as present when room is made."""
-        return frozenset(self._refused)
+        return frozenset(self._refused_removals)
 
     def write(
         self,
         segment: StoredSegment,
         read_layer: LayerReader,
         coding: LayerEncoder | None,
-        unremoved: frozenset[str],
+        blocked_removals: frozenset[str],
         is_wanted: Callable[[], bool],
     ) -> None:
         """Write and publish a segment; see `write_segment`.
 
-        `unremoved`: result of `unremoved()` before room was made for the segment. If other removals
-        have been refused since, that room does not exist.
+        `blocked_removals`: result of `blocked_removals()` before room was made for the segment. If
+        other removals have been refused since, that room does not exist.
 
         Raises:
             OSError: the room does not exist, or the disk refuses the write.
         """
-        if not self.unremoved() <= unremoved:
+        if not self.blocked_removals() <= blocked_removals:
             raise OSError(errno.ENOSPC, "what should have made room could not be removed")
         path = self._directory.segment_path(segment.segment_id)
 
@@ -183,7 +182,7 @@ class DiskWorker(BackgroundThread):
                 is_wanted=is_wanted,
             )
         except OSError as error:
-            self._health.failed("a prefix could not be stored", error, reading=False)
+            self._health.report_failure("a prefix could not be stored", error, reading=False)
             raise
         finally:
             self.progress = time.monotonic()
@@ -204,9 +203,9 @@ class DiskWorker(BackgroundThread):
     def _delete(self, segments: Mapping[str, int]) -> None:
         try:
             for segment_id, num_bytes in segments.items():
-                self._try(segment_id, functools.partial(self._unlink, segment_id), num_bytes)
+                self._remove(segment_id, functools.partial(self._unlink, segment_id), num_bytes)
             self.record({"gone": list(segments)})
-            if self._refused and time.monotonic() - self._retried_at > RETRY_S:
+            if self._refused_removals and time.monotonic() - self._retried_at > RETRY_S:
                 self._retry()
         finally:
             self._removed_bytes += sum(segments.values())
@@ -217,57 +216,57 @@ class DiskWorker(BackgroundThread):
         for file in (path, path.with_name(path.name + TEMPORARY_SUFFIX)):
             self.files.unlink(file)
 
-    def keep(self, name: str, content: bytes) -> None:
-        """Write or replace a small file in the store's folder; retried by `catch_up`."""
-        self._unkept[name] = content
+    def put_small_file(self, name: str, content: bytes) -> None:
+        """Write or replace a small file in the store's folder; retried by `retry_refused`."""
+        self._refused_files[name] = content
         try:
             self._directory.put(name, content)
-            del self._unkept[name]
+            del self._refused_files[name]
         except OSError as error:
             # Reported each time: without a probe there would be no retry.
-            self._health.failed(f"{name} cannot be written", error, reading=False)
+            self._health.report_failure(f"{name} cannot be written", error, reading=False)
 
     def empty_quarantine(self) -> None:
         """Remove all files in quarantine; retried if the disk refuses."""
-        self._try(QUARANTINE, functools.partial(self.tidy_quarantine, 0))
+        self._remove(QUARANTINE, functools.partial(self.tidy_quarantine, 0))
 
-    def _try(self, name: str, job: Callable[[], object], num_bytes: int = 0) -> None:
+    def _remove(self, name: str, job: Callable[[], object], num_bytes: int = 0) -> None:
         """Do a removal; if the disk refuses, it is retried with the other refused removals."""
         try:
             # If the folder itself is missing, every file seems to be removed.
             self._directory.check_readable()
             job()
-            self._refused.pop(name, None)
+            self._refused_removals.pop(name, None)
         except OSError as error:
-            known = name in self._refused
-            self._refused[name] = job, num_bytes
-            if not known:
+            was_refused = name in self._refused_removals
+            self._refused_removals[name] = job, num_bytes
+            if not was_refused:
                 # A retry is counted and reported already, and must not stop other work.
-                self._health.failed(f"{name} cannot be removed", error, reading=False)
+                self._health.report_failure(f"{name} cannot be removed", error, reading=False)
 
-    def catch_up(self) -> None:
+    def retry_refused(self) -> None:
         """Redo the work that the disk has refused, now that it answers again."""
         # Earlier looks may have failed because of the disk.
-        self._unreadable.clear()
+        self._failed_looks.clear()
         self._retry()
         self.record()
-        for name, content in list(self._unkept.items()):
-            self.keep(name, content)
+        for name, content in list(self._refused_files.items()):
+            self.put_small_file(name, content)
 
     def _retry(self) -> None:
         self._retried_at = time.monotonic()
-        for name, refused in list(self._refused.items()):
-            self._try(name, *refused)
+        for name, refused in list(self._refused_removals.items()):
+            self._remove(name, *refused)
 
-    def tidy_quarantine(self, most: int = MOST_QUARANTINED) -> None:
+    def tidy_quarantine(self, max_files: int = MAX_QUARANTINED) -> None:
         """Remove all but the latest files in quarantine; raises `OSError` if the disk refuses."""
         paths = quarantined_files(self.files, self._directory.path)
-        found = [(self.files.stat(path), path) for path in paths]
+        files = [(self.files.stat(path), path) for path in paths]
         # The time of the rename, not of the last write.
-        found.sort(key=lambda file: file[0].st_ctime_ns)
+        files.sort(key=lambda file: file[0].st_ctime_ns)
         # Counted first, so that the sum is right even if a file cannot be removed.
-        self.quarantined_bytes = sum(status.st_size for status, _ in found)
-        for status, path in found[: max(len(found) - most, 0)]:
+        self.quarantined_bytes = sum(status.st_size for status, _ in files)
+        for status, path in files[: max(len(files) - max_files, 0)]:
             self.files.unlink(path)
             self.quarantined_bytes -= status.st_size
 
@@ -276,13 +275,13 @@ class DiskWorker(BackgroundThread):
         try:
             self.journal.record(*changes)
         except OSError as error:
-            self._health.failed("the index could not be written", error, reading=False)
+            self._health.report_failure("the index could not be written", error, reading=False)
 
-    def look(self, info: SegmentInfo) -> Verdict:
+    def recheck(self, info: SegmentInfo) -> Verdict:
         """Read a whole segment again and verify it.
 
         A damaged segment is moved to quarantine, and so is one that could not be read in
-        `MOST_LOOKS` looks although the disk answered.
+        `MAX_LOOKS` looks although the disk answered.
         """
         try:
             path = self._directory.segment_path(info.segment_id)
@@ -290,57 +289,60 @@ class DiskWorker(BackgroundThread):
                 if not segment.info.describes_same(info):
                     raise SegmentUnreadable(info.segment_id, "index and segment file do not agree")
                 segment.check_all(self._note_progress)
-            del self._unreadable[info.segment_id]
+            del self._failed_looks[info.segment_id]
             return Verdict.GOOD
         except SegmentUnreadable as error:
             return self.quarantine(error)
         except StoreUnavailable as error:
             logger.warning("a second look has seen nothing: %s", error)
-            at_fault = isinstance(error.__cause__, OSError) and error.__cause__.errno in _OF_MEDIA
+            at_fault = (
+                isinstance(error.__cause__, OSError) and error.__cause__.errno in _MEDIA_ERRORS
+            )
             # Other places of the disk work despite a bad sector, but not with a bad cable.
             with contextlib.suppress(OSError):
                 if at_fault:
                     self._directory.check_writable()
-                    self._unreadable[info.segment_id] += 1
-                    if self._unreadable[info.segment_id] >= MOST_LOOKS:
-                        never = SegmentUnreadable(info.segment_id, "can never be read")
-                        return self.quarantine(never)
+                    self._failed_looks[info.segment_id] += 1
+                    if self._failed_looks[info.segment_id] >= MAX_LOOKS:
+                        failure = SegmentUnreadable(info.segment_id, "can never be read")
+                        return self.quarantine(failure)
             return Verdict.UNCLEAR
 
     def _note_progress(self) -> None:
         self.progress = time.monotonic()
 
     def quarantine(self, error: SegmentUnreadable) -> Verdict:
-        """Move a damaged segment to quarantine, or drop a missing one, unless the whole folder is
-        missing."""
+        """Quarantine a damaged segment, or drop a missing one, unless the folder is missing."""
         path = self._directory.segment_path(error.segment_id)
         try:
             self._directory.check_readable()
             missing = path.name not in self.files.list(path.parent)
         except OSError as failure:
-            self._health.failed("the store is not there", failure, reading=True)
+            self._health.report_failure("the store is not there", failure, reading=True)
             return Verdict.UNCLEAR
         if missing:
             logger.warning("%s; its file is gone", error)
         else:
-            aside = self._directory.path / QUARANTINE
+            quarantine_dir = self._directory.path / QUARANTINE
             try:
-                self.files.rename(path, aside / path.name)
+                self.files.rename(path, quarantine_dir / path.name)
                 try:
                     # Otherwise a power loss could restore it beside its replacement.
-                    for folder in (aside, path.parent):
+                    for folder in (quarantine_dir, path.parent):
                         self.files.sync_directory(folder)
                 finally:
                     self.tidy_quarantine()
             except OSError as failure:
-                self._health.failed("a segment could not be set aside", failure, reading=False)
+                self._health.report_failure(
+                    "a segment could not be set aside", failure, reading=False
+                )
                 return Verdict.UNCLEAR
             logger.error("%s; set aside in quarantine", error)
         self.record({"gone": [error.segment_id]})
         return Verdict.GONE if missing else Verdict.BAD
 
 
-def _of_header(files: FileSystem, segment_id: str, path: Path) -> StoredSegment:
+def _read_segment(files: FileSystem, segment_id: str, path: Path) -> StoredSegment:
     info = read_header(path, files).info
     if info.segment_id != segment_id:
         raise SegmentUnreadable(segment_id, f"is a copy of segment {info.segment_id}")

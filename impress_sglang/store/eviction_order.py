@@ -12,7 +12,7 @@ from impress_sglang.storage.segment import Priority
 from impress_sglang.store.stored import StoredSegment
 
 # `last_access` of a segment whose addition is not a use of it, nor of its ancestors.
-LEAST = -1
+NEVER_USED = -1
 
 
 class EvictionOrder:
@@ -34,7 +34,7 @@ class EvictionOrder:
         self.now = 0
         """Number of uses so far, the clock of `last_access`."""
         # Heap of times of expiry, and a number per segment that breaks ties.
-        self._due: list[tuple[float, int, StoredSegment]] = []
+        self._expiring: list[tuple[float, int, StoredSegment]] = []
 
     def __iter__(self) -> Iterator[StoredSegment]:
         return self.of(None)
@@ -59,108 +59,107 @@ class EvictionOrder:
 
     def add(self, segment: StoredSegment) -> None:
         """Add a segment of the tree; unless an earlier process has stored it, this is a use."""
-        self._join(segment)
-        expires, every = segment.info.expires or math.inf, self._ttl or math.inf
-        segment.due = due = min(expires, segment.written + every)
-        if due < math.inf:
-            if len(self._due) > 2 * len(self):
+        self._insert(segment)
+        expires, ttl = segment.info.expires or math.inf, self._ttl or math.inf
+        segment.expires_at = expires_at = min(expires, segment.written + ttl)
+        if expires_at < math.inf:
+            if len(self._expiring) > 2 * len(self):
                 # Otherwise segments that were removed before they expired would stay until then.
-                self._due = [entry for entry in self._due if entry[2] in self]
-                heapq.heapify(self._due)
-            heapq.heappush(self._due, (due, id(segment), segment))
-        self.settle(segment.parent)
-        if segment.last_access == LEAST and not segment.num_dependents:
+                self._expiring = [entry for entry in self._expiring if entry[2] in self]
+                heapq.heapify(self._expiring)
+            heapq.heappush(self._expiring, (expires_at, id(segment), segment))
+        self.update_levels(segment.parent)
+        if segment.last_access == NEVER_USED and not segment.num_dependents:
             for order in self._orders_of(segment):
                 order.move_to_end(segment, last=False)
         elif segment.last_access <= 0:
-            self.note(segment)
+            self.count_use(segment)
 
     def remove(self, segment: StoredSegment) -> None:
         if segment in self:
-            self._leave(segment)
+            self._discard(segment)
         self._changed.pop(segment, None)
 
-    def note(self, segment: StoredSegment) -> None:
-        """Count a use of a segment and of its ancestors."""
+    def count_use(self, segment: StoredSegment) -> None:
         self.now += 1
-        used: StoredSegment | None = segment
-        while used is not None:
-            used.last_access = self.now
+        ancestor: StoredSegment | None = segment
+        while ancestor is not None:
+            ancestor.last_access = self.now
             # A segment may have been removed since the match.
-            if used in self:
-                for order in self._orders_of(used):
-                    order.move_to_end(used)
-                self._changed[used] = None
-            used = used.parent
+            if ancestor in self:
+                for order in self._orders_of(ancestor):
+                    order.move_to_end(ancestor)
+                self._changed[ancestor] = None
+            ancestor = ancestor.parent
 
-    def settle(self, segment: StoredSegment | None) -> None:
+    def update_levels(self, segment: StoredSegment | None) -> None:
         """Update the levels of a segment and its ancestors, after its dependents changed."""
-        while segment is not None and (level := segment.own_level) is not segment.level:
-            above, there = segment.parent, segment in self
-            if above is not None:
-                above.dependents[segment.level] -= 1
-                above.dependents[level] += 1
+        while segment is not None and (level := segment.effective_level) is not segment.level:
+            parent, present = segment.parent, segment in self
+            if parent is not None:
+                parent.dependents[segment.level] -= 1
+                parent.dependents[level] += 1
             # Lost segments are not in the order.
-            if there:
-                self._leave(segment)
+            if present:
+                self._discard(segment)
             segment.level = level
-            if there:
-                self._join(segment)
-            segment = above
+            if present:
+                self._insert(segment)
+            segment = parent
 
     def _orders_of(self, segment: StoredSegment) -> list[OrderedDict[StoredSegment, None]]:
         return [self._orders[name, segment.level] for name in (None, segment.info.namespace)]
 
-    def _join(self, segment: StoredSegment) -> None:
+    def _insert(self, segment: StoredSegment) -> None:
         for order in self._orders_of(segment):
             order[segment] = None
 
-    def _leave(self, segment: StoredSegment) -> None:
+    def _discard(self, segment: StoredSegment) -> None:
         for name in (None, segment.info.namespace):
             order = self._orders[name, segment.level]
             del order[segment]
             if not order:
                 del self._orders[name, segment.level]
 
-    def change(self, segment: StoredSegment) -> None:
+    def mark_changed(self, segment: StoredSegment) -> None:
         """Mark a segment as changed, because its id or its parent has."""
         if segment in self:
             self._changed[segment] = None
 
-    def take_changed(self, most: int) -> list[StoredSegment]:
-        """Return, once, at most `most` segments that have changed."""
-        taken = list(itertools.islice(self._changed, most))
-        for segment in taken:
+    def take_changed(self, max_segments: int) -> list[StoredSegment]:
+        """Return, once, at most `max_segments` segments that have changed."""
+        segments = list(itertools.islice(self._changed, max_segments))
+        for segment in segments:
             del self._changed[segment]
-        return taken
+        return segments
 
-    def take_due(self, now: float, most: int) -> list[StoredSegment]:
-        """Return, once, at most `most` segments that have expired at `now`, of `time.time`."""
-        taken: list[StoredSegment] = []
-        while self._due and self._due[0][0] <= now and len(taken) < most:
-            segment = heapq.heappop(self._due)[2]
+    def take_expired(self, now: float, max_segments: int) -> list[StoredSegment]:
+        """Return, once, at most `max_segments` segments that expired by `now` (`time.time`)."""
+        segments: list[StoredSegment] = []
+        while self._expiring and self._expiring[0][0] <= now and len(segments) < max_segments:
+            segment = heapq.heappop(self._expiring)[2]
             if segment in self:
-                taken.append(segment)
-        return taken
+                segments.append(segment)
+        return segments
 
     def sort(self) -> None:
         """Sort the segments of an earlier process by its uses of them."""
         upwards = sorted(self, key=lambda segment: -segment.info.prefix_len)
         for segment in upwards:
-            above = segment.parent
-            if above is not None and above.last_access < segment.last_access:
-                above.last_access = segment.last_access
+            parent = segment.parent
+            if parent is not None and parent.last_access < segment.last_access:
+                parent.last_access = segment.last_access
         self._orders.clear()
         # A stable sort: segments stay before their ancestors.
         for segment in sorted(upwards, key=lambda segment: segment.last_access):
-            self._join(segment)
+            self._insert(segment)
 
     def check(self, segment: StoredSegment) -> None:
         """Check the place of a segment of the tree, in constant time."""
-        there, above = segment in self, segment.parent
-        assert there != segment.lost
-        assert segment.level is segment.own_level
-        assert there == (segment in self._orders.get((segment.info.namespace, segment.level), ()))
-        if above is not None:
-            assert above.level >= segment.level and above.dependents[segment.level] > 0
-            assert above not in self or above.last_access >= segment.last_access
+        present, parent = segment in self, segment.parent
+        assert present != segment.lost
+        assert segment.level is segment.effective_level
+        assert present == (segment in self._orders.get((segment.info.namespace, segment.level), ()))
+        if parent is not None:
+            assert parent.level >= segment.level and parent.dependents[segment.level] > 0
+            assert parent not in self or parent.last_access >= segment.last_access

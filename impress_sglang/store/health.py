@@ -44,7 +44,7 @@ class Verdict(enum.Enum):
 
 
 class DiskTask(enum.Enum):
-    """Work on the disk; results are passed to `measured` and `probed`."""
+    """Work on the disk; results are passed to `on_measured` and `on_probed`."""
 
     MEASURE = "measure the free space"
     PROBE = "probe a disk that failed"
@@ -52,8 +52,7 @@ class DiskTask(enum.Enum):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Suspect:
-    """A segment that could not be read; the next look, whose result is passed to `looked`, is due
-    at `look_at`."""
+    """A segment that could not be read; its next look is due at `look_at`, see `on_looked`."""
 
     segment: StoredSegment
     look_at: float
@@ -65,7 +64,7 @@ class Health:
     """State of the disk: `ok`, `read-only` (nothing is stored) or `degraded` (nothing is read or
     stored).
 
-    Thread: any for `failed`, otherwise the store's.
+    Thread: any for `report_failure`, otherwise the store's.
     """
 
     def __init__(
@@ -91,20 +90,20 @@ class Health:
     def state(self) -> str:
         return "degraded" if not self.readable else "ok" if self.writable else "read-only"
 
-    def failed(self, what: str, error: BaseException, *, reading: bool) -> None:
+    def report_failure(self, what: str, error: BaseException, *, reading: bool) -> None:
         """Report a failure; `reading`: because of it, stored prefixes cannot be used either."""
         with self._lock:
             self._failures += 1
             self._last_failure = f"{what}: {error}"
-            worse = self.writable or (self.readable and reading)
+            changes_state = self.writable or (self.readable and reading)
             if self.writable:
                 # The pause doubles for a disk that fails again soon after its recovery.
-                rested = self._clock() - self._since > 2 * self._pause
-                self._pause = FIRST_PAUSE_S if rested else min(2 * self._pause, LONGEST_PAUSE_S)
+                recovered = self._clock() - self._since > 2 * self._pause
+                self._pause = FIRST_PAUSE_S if recovered else min(2 * self._pause, LONGEST_PAUSE_S)
                 self._since = self._clock()
                 self._probe_at = self._since + self._pause
             self.readable, self.writable = self.readable and not reading, False
-        if worse:
+        if changes_state:
             stops = "nothing is read or stored" if reading else "nothing is stored"
             message = "the SSD store is %s: %s (%s); %s until it answers again"
             logger.warning(message, self.state, what, error, stops)
@@ -134,18 +133,18 @@ class Health:
                 suspect.looking = True
                 yield suspect
 
-    def measured(self, found: int | BaseException) -> None:
+    def on_measured(self, result: int | BaseException) -> None:
         """Take the free bytes, or the error of their measurement."""
         self._measuring = False
-        if isinstance(found, BaseException):
-            self._not_measured(found)
+        if isinstance(result, BaseException):
+            self._not_measured(result)
         else:
-            self.free_bytes = found
+            self.free_bytes = result
 
     def _not_measured(self, error: BaseException) -> None:
-        self.failed("the free space cannot be measured", error, reading=True)
+        self.report_failure("the free space cannot be measured", error, reading=True)
 
-    def probed(self, error: BaseException | None, *, readable: bool) -> None:
+    def on_probed(self, error: BaseException | None, *, readable: bool) -> None:
         """Take the result of a probe; `error` is None if the disk can be read and written."""
         self._probing = False
         if readable and not self.readable:
@@ -163,7 +162,7 @@ class Health:
             seconds, self._since = self._clock() - self._since, self._clock()
         logger.warning("the SSD store answers again after %.1f s", seconds)
 
-    def looked(self, suspect: Suspect, verdict: Verdict) -> bool:
+    def on_looked(self, suspect: Suspect, verdict: Verdict) -> bool:
         """Take the verdict of a look; returns whether it is final, for a segment of the tree.
 
         A good segment is ready again. The caller handles bad and missing segments.

@@ -36,10 +36,10 @@ from impress_sglang.store.stored import StoredSegment
 
 logger = logging.getLogger(__name__)
 
-_INTEGERS = np.dtype("<i4")
+_TOKEN_DTYPE = np.dtype("<i4")
 _READ_BYTES = 1 << 22
 # Maximum number of changes that wait for a disk that refuses them.
-_MOST_WAITING = 100_000
+_MAX_PENDING_CHANGES = 100_000
 # A journal is rewritten when it exceeds twice its size after the last time by this many bytes.
 _SLACK_BYTES = 1 << 24
 # Seconds for which an order to purge is kept for other servers.
@@ -62,13 +62,13 @@ def decode(line: bytes) -> dict[str, Any] | None:
     return record
 
 
-def encoded(tokens: Tokens) -> str:
-    return base64.b64encode(tokens.astype(_INTEGERS, copy=False).tobytes()).decode()
+def tokens_to_text(tokens: Tokens) -> str:
+    return base64.b64encode(tokens.astype(_TOKEN_DTYPE, copy=False).tobytes()).decode()
 
 
-def decoded(text: str) -> Tokens:
-    """Decode tokens; raises `ValueError` for other text than that of `encoded`."""
-    return np.frombuffer(base64.b64decode(text, validate=True), _INTEGERS).astype(np.int32)
+def text_to_tokens(text: str) -> Tokens:
+    """Decode tokens; raises `ValueError` for other text than that of `tokens_to_text`."""
+    return np.frombuffer(base64.b64decode(text, validate=True), _TOKEN_DTYPE).astype(np.int32)
 
 
 def segment_of(record: Record) -> StoredSegment:
@@ -77,16 +77,16 @@ def segment_of(record: Record) -> StoredSegment:
     Raises:
         ValueError, KeyError, TypeError: the record is wrong, or of another version.
     """
-    tokens = decoded(record["tokens"])
+    tokens = text_to_tokens(record["tokens"])
     if not 0 < len(tokens) == record["add"]["num_tokens"]:
         raise ValueError("it has other tokens than it says")
-    last_access, hits, above = record["use"]
+    last_access, hits, parent_hint = record["use"]
     return StoredSegment(
         info_from(record["add"], tokens),
         record["bytes"],
         last_access=last_access,
         hits=hits,
-        above=above,
+        parent_hint=parent_hint,
         written=float(record["at"]),
     )
 
@@ -95,7 +95,7 @@ def read_lines(
     files: FileSystem, path: Path, offset: int = 0, block_bytes: int = _READ_BYTES
 ) -> Iterator[bytes]:
     """Yield the lines of a file from `offset` on; the last one may lack its end."""
-    size, rest = files.stat(path).st_size, b""
+    size, line_start = files.stat(path).st_size, b""
     with files.opened(path, os.O_RDONLY) as descriptor:
         while offset < size:
             block = bytearray(min(size - offset, block_bytes))
@@ -104,10 +104,10 @@ def read_lines(
             except EOFError as error:
                 raise OSError(f"{path} became shorter while it was read") from error
             offset += len(block)
-            *lines, rest = (rest + block).split(b"\n")
+            *lines, line_start = (line_start + block).split(b"\n")
             yield from (line + b"\n" for line in lines)
-    if rest:
-        yield rest
+    if line_start:
+        yield line_start
 
 
 def append(files: FileSystem, folder: Path, record: Record) -> None:
@@ -126,8 +126,8 @@ class Journal:
         self._files = files
         self._path = directory / JOURNAL
         # Lines not written yet, and their offset; 0: in a new file.
-        self._waiting: list[bytes] = []
-        self._end = self._size_anew = 0
+        self._pending: list[bytes] = []
+        self._end = self._rewritten_size = 0
         self._orders: list[Any] = []
 
     def record(self, *changes: StoredSegment | Record) -> None:
@@ -140,48 +140,48 @@ class Journal:
         """
         for change in changes:
             if isinstance(change, StoredSegment):
-                self._waiting.append(_added(change))
+                self._pending.append(_add_line(change))
                 continue
-            self._waiting.append(_line(change))
+            self._pending.append(_line(change))
             if "purge" in change:
                 self._orders.append(change["purge"])
-        if not self._waiting:
+        if not self._pending:
             return
         try:
-            if self._end and self._end <= 2 * self._size_anew + _SLACK_BYTES:
+            if self._end and self._end <= 2 * self._rewritten_size + _SLACK_BYTES:
                 with self._files.opened(self._path, os.O_WRONLY) as descriptor:
-                    self._end = _write(self._files, descriptor, self._end, self._waiting)
+                    self._end = _write(self._files, descriptor, self._end, self._pending)
             else:
-                self._write_anew()
+                self._rewrite()
         except OSError as error:
             if isinstance(error, FileNotFoundError):
                 # The folder was removed.
                 self._end = 0
-            if len(self._waiting) > _MOST_WAITING:
+            if len(self._pending) > _MAX_PENDING_CHANGES:
                 logger.warning(
                     "%s refuses more than %d changes: the next start makes up for them, from the "
                     "segments",
                     self._path,
-                    _MOST_WAITING,
+                    _MAX_PENDING_CHANGES,
                 )
-                self._waiting.clear()
+                self._pending.clear()
                 # The file may have a part of them, of unknown length.
                 self._end = 0
             raise
-        self._waiting.clear()
+        self._pending.clear()
 
-    def _write_anew(self) -> None:
+    def _rewrite(self) -> None:
         segments = self.segments().values()
         first = _line({_OPENING: secrets.token_hex(16)})
         self._orders = self.orders
         orders = dict.fromkeys(_line({"purge": order}) for order in self._orders)
-        waiting = (line for line in self._waiting if line not in orders)
-        every = itertools.chain([first], map(_added, segments), orders, waiting)
+        waiting = (line for line in self._pending if line not in orders)
+        lines = itertools.chain([first], map(_add_line, segments), orders, waiting)
         # A killed process may have left one.
         self._files.unlink(self._path.with_name(self._path.name + TEMPORARY_SUFFIX))
         with publishing(self._files, self._path, direct=False) as descriptor:
-            size = _write(self._files, descriptor, 0, every)
-        self._end = self._size_anew = size
+            size = _write(self._files, descriptor, 0, lines)
+        self._end = self._rewritten_size = size
 
     @property
     def orders(self) -> list[Any]:
@@ -197,39 +197,43 @@ class Journal:
         Raises:
             OSError: the journal cannot be read now.
         """
-        found, end, unsound, orders = dict[str, StoredSegment](), 0, 0, list[Any]()
+        segments, end, num_damaged, orders = dict[str, StoredSegment](), 0, 0, list[Any]()
         sizes = dict[str, int]()
-        there = self._path.name in self._files.list(self._path.parent)
-        for line in read_lines(self._files, self._path) if there else ():
+        exists = self._path.name in self._files.list(self._path.parent)
+        for line in read_lines(self._files, self._path) if exists else ():
             try:
                 record = decode(line) if line.endswith(b"\n") else None
                 if record is None or (not end and _OPENING not in record):
-                    unsound += line != b"\n"
+                    num_damaged += line != b"\n"
                 elif "add" in record:
                     segment = segment_of(record)
-                    found[segment.segment_id] = segment
+                    segments[segment.segment_id] = segment
                     sizes[segment.segment_id] = len(line)
                 elif "use" in record:
-                    segment_id, last_access, hits, above = record["use"]
-                    if (used := found.get(segment_id)) is not None:
-                        used.last_access, used.hits, used.above = last_access, hits, above
+                    segment_id, last_access, hits, parent_hint = record["use"]
+                    if (used := segments.get(segment_id)) is not None:
+                        used.last_access, used.hits, used.parent_hint = (
+                            last_access,
+                            hits,
+                            parent_hint,
+                        )
                 elif "gone" in record:
                     for segment_id in record["gone"]:
-                        found.pop(segment_id, None)
+                        segments.pop(segment_id, None)
                 elif "purge" in record:
                     float(record["purge"]["at"])
                     orders.append(record["purge"])
             except (ValueError, KeyError, TypeError) as error:
                 logger.warning("%s has a line of another version: %s", self._path, error)
-                unsound += 1
+                num_damaged += 1
             end += len(line)
-        if unsound:
-            logger.warning("%s is damaged in %d lines; it is made anew", self._path, unsound)
-        self._end = 0 if unsound else end
+        if num_damaged:
+            logger.warning("%s is damaged in %d lines; it is made anew", self._path, num_damaged)
+        self._end = 0 if num_damaged else end
         # The file may have lost orders that this process has.
         self._orders = self._orders or orders
-        self._size_anew = sum(sizes[name] for name in found)
-        return found
+        self._rewritten_size = sum(sizes[name] for name in segments)
+        return segments
 
 
 def _write(files: FileSystem, descriptor: int, offset: int, lines: Iterable[bytes]) -> int:
@@ -245,10 +249,10 @@ def _line(record: Record) -> bytes:
     return encode(json.dumps(record).encode())
 
 
-def _added(segment: StoredSegment) -> bytes:
-    info, use = segment.info, segment.use[1:]
+def _add_line(segment: StoredSegment) -> bytes:
+    info, use = segment.info, segment.journal_usage[1:]
     times = json.dumps(segment.written).encode(), json.dumps(use).encode()
     return encode(
         b'{"add": %s, "tokens": "%s", "bytes": %d, "at": %s, "use": %s}'
-        % (info.description(), encoded(info.tokens).encode(), segment.file_bytes, *times)
+        % (info.description(), tokens_to_text(info.tokens).encode(), segment.file_bytes, *times)
     )

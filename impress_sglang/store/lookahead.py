@@ -53,47 +53,46 @@ class LookAhead:
         return segment_id in self._awaited
 
     @property
-    def awaits(self) -> bool:
+    def has_waiting(self) -> bool:
         return bool(self._ranges_of)
 
     @locked
-    def wait(self, rid: str, spans: Sequence[StoredSpan]) -> None:
+    def set_expected(self, rid: str, spans: Sequence[StoredSpan]) -> None:
         """Set the tokens that a waiting request will use.
 
         They may be loaded or moved while it waits, so their place is not recorded.
         """
-        wanted: dict[str, _Range] = {}
+        ranges: dict[str, _Range] = {}
         for span in spans if self._enabled else ():
             name = span.segment.segment_id
-            start, stop = wanted.get(name, (span.start, span.stop))
-            wanted[name] = min(start, span.start), max(stop, span.stop)
+            start, stop = ranges.get(name, (span.start, span.stop))
+            ranges[name] = min(start, span.start), max(stop, span.stop)
         # Some of SGLang's policies match all requests before each pass.
-        if wanted == self._ranges_of.get(rid, {}):
+        if ranges == self._ranges_of.get(rid, {}):
             return
         self.stop_waiting(rid)
-        for segment_id, part in wanted.items():
+        for segment_id, token_range in ranges.items():
             waiting = self._awaited.setdefault(segment_id, {})
             # A request without a turn comes after others for the same tokens, so nothing changes.
-            if rid in self._turns or part not in waiting:
+            if rid in self._turns or token_range not in waiting:
                 self._changed.add(segment_id)
-            waiting.setdefault(part, set()).add(rid)
-        if wanted:
-            self._ranges_of[rid] = wanted
+            waiting.setdefault(token_range, set()).add(rid)
+        if ranges:
+            self._ranges_of[rid] = ranges
 
     @locked
     def stop_waiting(self, rid: str) -> None:
-        """Remove a request that was admitted or has ended."""
-        for segment_id, part in self._ranges_of.pop(rid, {}).items():
+        for segment_id, token_range in self._ranges_of.pop(rid, {}).items():
             waiting = self._awaited[segment_id]
-            waiting[part].remove(rid)
-            if not waiting[part]:
-                del waiting[part]
+            waiting[token_range].remove(rid)
+            if not waiting[token_range]:
+                del waiting[token_range]
             if not waiting:
                 del self._awaited[segment_id]
             self._changed.add(segment_id)
 
     @locked
-    def succeed(self, old_id: str, new_id: str) -> None:
+    def replace(self, old_id: str, new_id: str) -> None:
         """Let requests wait for a segment that has replaced another one with the same tokens."""
         if (waiting := self._awaited.pop(old_id, None)) is not None:
             for rid in itertools.chain.from_iterable(waiting.values()):
@@ -102,7 +101,7 @@ class LookAhead:
             self._changed |= {old_id, new_id}
 
     @locked
-    def order(self, rids: Sequence[str]) -> None:
+    def set_queue(self, rids: Sequence[str]) -> None:
         """Set the waiting requests, in the order of the queue.
 
         While the queue only advances, no turn changes, and this takes time linear in its length. A
@@ -112,17 +111,17 @@ class LookAhead:
         # SGLang does not report the admission of a request without any prefix.
         for rid in self._ranges_of.keys() - set(rids):
             self.stop_waiting(rid)
-        known = [self._turns.get(rid, -1) for rid in rids]
-        turns, following = dict[str, int](), LAST_TURN
+        old_turns = [self._turns.get(rid, -1) for rid in rids]
+        turns, next_turn = dict[str, int](), LAST_TURN
         # All requests from here on are new.
-        last = max((place + 1 for place, turn in enumerate(known) if turn >= 0), default=0)
-        for place in reversed(range(last)):
-            turn = known[place]
-            if not 0 <= turn < following:
-                turn = following - 1
-                self._changed.update(self._ranges_of.get(rids[place], ()))
-            turns[rids[place]] = following = turn
-        for rid in rids[last:]:
+        num_known = max((index + 1 for index, turn in enumerate(old_turns) if turn >= 0), default=0)
+        for index in reversed(range(num_known)):
+            turn = old_turns[index]
+            if not 0 <= turn < next_turn:
+                turn = next_turn - 1
+                self._changed.update(self._ranges_of.get(rids[index], ()))
+            turns[rids[index]] = next_turn = turn
+        for rid in rids[num_known:]:
             turns[rid] = self._next_turn
             self._next_turn += _GAP
             self._changed.update(self._ranges_of.get(rid, ()))

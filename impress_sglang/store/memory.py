@@ -31,7 +31,7 @@ class StoreMemory:
     """The chunk caches and the read buffers. Thread: the store's."""
 
     cache: ChunkCache
-    pool: BufferPool
+    buffers: BufferPool
 
     @classmethod
     def allocate(cls, config: ImpressConfig, shape: KVShape, device: torch.device) -> StoreMemory:
@@ -57,10 +57,10 @@ class StoreMemory:
     def emptied(self, config: ImpressConfig) -> StoreMemory:
         """Return the same memory for another store, after the last read of the old one was started;
         buffers that are still being filled are reused when their reads have ended."""
-        return StoreMemory(self.cache.emptied(make_policy(config).replacement()), self.pool)
+        return StoreMemory(self.cache.emptied(make_policy(config).replacement()), self.buffers)
 
     def close(self) -> None:
-        self.pool.close()
+        self.buffers.close()
         self.cache.close()
 
 
@@ -68,15 +68,15 @@ def _check_host(config: ImpressConfig, device: torch.device) -> None:
     options = {"--impress-host-gb": config.host_gb}
     if device.type == "cpu":
         options["--impress-device-gb"] = config.device_gb
-    wanted = {name: gb for name, gb in options.items() if gb}
+    sizes = {name: gb for name, gb in options.items() if gb}
     try:
         available = available_bytes()
     except OSError:
         return
-    if sum(map(bytes_of, wanted.values())) > available:
+    if sum(map(bytes_of, sizes.values())) > available:
         raise ConfigError(
-            f"caches are to take {sum(wanted.values()):g} GB of the host, of which "
-            f"{available / 1e9:.1f} GB are available; lower {' or '.join(wanted)}"
+            f"caches are to take {sum(sizes.values()):g} GB of the host, of which "
+            f"{available / 1e9:.1f} GB are available; lower {' or '.join(sizes)}"
         )
 
 
@@ -114,14 +114,14 @@ def _group_bytes(root: Path) -> Iterator[int]:
         # In a container the path may be the host's; then only the mounted root exists.
         group = mounted / path.lstrip("/")
         for folder in (group, *group.parents):
-            most = (folder / limit).read_text().strip() if (folder / limit).exists() else "max"
-            if most != "max":
+            value = (folder / limit).read_text().strip() if (folder / limit).exists() else "max"
+            if value != "max":
                 # The kernel frees file pages when memory is short, and `MemAvailable` includes
                 # both kinds. Pages of weights that were read twice are active.
                 lines = (folder / "memory.stat").read_text().splitlines()
                 stat = dict(line.split() for line in lines)
                 files = (stat.get(f"{kind}{name}_file", 0) for name in ("active", "inactive"))
                 used = int((folder / usage).read_text()) - sum(map(int, files))
-                yield int(most) - used
+                yield int(value) - used
             if folder == mounted:
                 break

@@ -54,26 +54,28 @@ class MissLog:
         self._times = np.zeros(_PLACES)
         self._causes = np.zeros(_PLACES, np.uint8)
 
-    def note(self, segment: StoredSegment, cause: MissCause) -> None:
+    def record(self, segment: StoredSegment, cause: MissCause) -> None:
         """Record a segment that is about to be removed from the tree."""
         if len((info := segment.info).prompt_tokens):
-            self.note_tokens(info.namespace, segment.prompt(), cause, info.prefix_len)
+            self.record_tokens(info.namespace, segment.prompt(), cause, info.prefix_len)
 
-    def note_tokens(self, namespace: str, tokens: Tokens, cause: MissCause, start: int = 0) -> None:
+    def record_tokens(
+        self, namespace: str, tokens: Tokens, cause: MissCause, start: int = 0
+    ) -> None:
         """Record that tokens [start, n) of a prompt, int32 [n], were removed or not stored."""
-        names, places = self._places(namespace, tokens, start)
-        self._names[places] = names
-        self._times[places] = self._clock()
-        self._causes[places] = cause.value
+        names, slots = self._places(namespace, tokens, start)
+        self._names[slots] = names
+        self._times[slots] = self._clock()
+        self._causes[slots] = cause.value
 
     def find(self, namespace: str, tokens: Tokens, start: int) -> MissRecord | None:
         """Return why a prompt is not stored from token `start` on; None if that is not known."""
-        names, places = self._places(namespace, tokens, start)
-        found = np.flatnonzero(self._names[places] == names)
-        if not len(found):
+        names, slots = self._places(namespace, tokens, start)
+        matches = np.flatnonzero(self._names[slots] == names)
+        if not len(matches):
             return None
-        first = places[found[0]]
-        stop = (start // BLOCK_TOKENS + int(found[-1]) + 1) * BLOCK_TOKENS
+        first = slots[matches[0]]
+        stop = (start // BLOCK_TOKENS + int(matches[-1]) + 1) * BLOCK_TOKENS
         seconds = self._clock() - float(self._times[first])
         return MissRecord(MissCause(int(self._causes[first])), stop - start, seconds)
 

@@ -18,19 +18,19 @@ from impress_sglang.storage.directory import PINS, StoreDirectory
 from impress_sglang.storage.quality import ANYTHING
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.disk_worker import DiskWorker
-from impress_sglang.store.journal import decoded, encoded
+from impress_sglang.store.journal import text_to_tokens, tokens_to_text
 from impress_sglang.store.miss_log import MissCause
 from impress_sglang.store.stored import StoredSegment
 from impress_sglang.store.tree import StoredTree
 
 logger = logging.getLogger(__name__)
 
-MOST_PINS = 256
+MAX_PINS = 256
 # Seconds between two lookups of the segments of pinned prefixes.
-_LOOK_SECONDS = 1.0
+_REFRESH_SECONDS = 1.0
 # Maximum number of segments that one step removes.
-MOST_SEGMENTS = 64
-MOST_JOBS = 8
+MAX_SEGMENTS = 64
+MAX_JOBS = 8
 
 Name = TypeVar("Name", bound=Hashable)
 Job = TypeVar("Job")
@@ -45,21 +45,21 @@ class Pins:
     """
 
     def __init__(
-        self, directory: StoreDirectory, worker: DiskWorker, tree: StoredTree, most_bytes: int
+        self, directory: StoreDirectory, worker: DiskWorker, tree: StoredTree, max_bytes: int
     ) -> None:
         """Read the pins of an earlier process; nothing else may use the arguments yet.
 
-        `most_bytes`: limit on the bytes of all pinned prefixes on SSD.
+        `max_bytes`: limit on the bytes of all pinned prefixes on SSD.
 
         Raises:
             OSError: the directory cannot be read.
         """
         self._directory, self._worker, self._tree = directory, worker, tree
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         # Times of pinning, by namespace and the bytes of a prefix's tokens.
-        self._pins = self._read()
-        self._look()
-        if self.num_bytes > most_bytes:
+        self._pins = self._read_pins()
+        self._refresh()
+        if self.num_bytes > max_bytes:
             logger.warning("pinned prefixes take %.1f MB, which is much", self.num_bytes / 1e6)
 
     def __len__(self) -> int:
@@ -69,13 +69,13 @@ class Pins:
         """Whether a segment has tokens of a pinned prefix."""
         if not self._pins:
             return False
-        if time.monotonic() - self._looked_at > _LOOK_SECONDS:
-            self._look()
-        return self._tree.get(segment_id) in self._held
+        if time.monotonic() - self._refreshed_at > _REFRESH_SECONDS:
+            self._refresh()
+        return self._tree.get(segment_id) in self._pinned
 
     @property
     def num_bytes(self) -> int:
-        return sum(segment.file_bytes for segment in self._held if segment.on_disk)
+        return sum(segment.file_bytes for segment in self._pinned if segment.on_disk)
 
     def pin(self, namespace: str, tokens: Tokens) -> str | None:
         """Pin a prefix, int32 [n]; returns None, or the reason why it cannot be pinned.
@@ -85,23 +85,24 @@ class Pins:
         refusal = self.refusal(namespace, tokens)
         if refusal is None and (namespace, tokens.tobytes()) not in self._pins:
             self._pins[namespace, tokens.tobytes()] = time.time()
-            self._held |= self._resolve(namespace, tokens)[1]
-            self._write()
+            self._pinned |= self._resolve(namespace, tokens)[1]
+            self._write_pins()
         return refusal
 
     def refusal(self, namespace: str, tokens: Tokens) -> str | None:
         if (namespace, tokens.tobytes()) in self._pins:
             return None
-        found, segments = self._resolve(namespace, tokens)
-        if not len(tokens) or found < len(tokens):
-            return f"{found} of its {len(tokens)} tokens are stored: warm it first"
-        if len(self._pins) == MOST_PINS:
-            return f"{MOST_PINS} prefixes are pinned, and no more can be: unpin one first"
-        new = sum(segment.file_bytes for segment in segments - self._held)
-        if self.num_bytes + new > self._most_bytes:
+        num_stored, segments = self._resolve(namespace, tokens)
+        if not len(tokens) or num_stored < len(tokens):
+            return f"{num_stored} of its {len(tokens)} tokens are stored: warm it first"
+        if len(self._pins) == MAX_PINS:
+            return f"{MAX_PINS} prefixes are pinned, and no more can be: unpin one first"
+        new_bytes = sum(segment.file_bytes for segment in segments - self._pinned)
+        if self.num_bytes + new_bytes > self._max_bytes:
             return (
-                f"pinned prefixes would take {(self.num_bytes + new) / 1e9:.3f} GB, more than half "
-                "of --impress-ssd-gb: unpin another one first, or give the store more room"
+                f"pinned prefixes would take {(self.num_bytes + new_bytes) / 1e9:.3f} GB, more "
+                "than half of --impress-ssd-gb: unpin another one first, or give the store more "
+                "room"
             )
         return None
 
@@ -116,17 +117,17 @@ class Pins:
         `namespace`, `tokens`: None for all. `before`: unpin only prefixes pinned by this time.
         """
         begin = b"" if tokens is None else tokens.tobytes()
-        going = [
-            (name, pinned)
-            for (name, pinned), at in self._pins.items()
-            if namespace in (None, name) and pinned.startswith(begin) and at <= before
+        pins = [
+            (name, tokens_bytes)
+            for (name, tokens_bytes), pinned_at in self._pins.items()
+            if namespace in (None, name) and tokens_bytes.startswith(begin) and pinned_at <= before
         ]
-        for pin in going:
+        for pin in pins:
             del self._pins[pin]
-        if going:
-            self._look()
-            self._write()
-        return len(going)
+        if pins:
+            self._refresh()
+            self._write_pins()
+        return len(pins)
 
     def longest(self, namespace: str, tokens: Tokens) -> int:
         """Return the length of the longest pinned prefix of these tokens."""
@@ -137,24 +138,23 @@ class Pins:
     def summary(self) -> dict[str, int]:
         return {"prefixes": len(self._pins), "bytes": self.num_bytes}
 
-    def _look(self) -> None:
-        """Look up the segments that have the pinned prefixes now."""
-        self._looked_at, self._held = time.monotonic(), set[StoredSegment]()
+    def _refresh(self) -> None:
+        self._refreshed_at, self._pinned = time.monotonic(), set[StoredSegment]()
         for namespace, tokens in self._pins:
-            self._held |= self._resolve(namespace, np.frombuffer(tokens, np.int32))[1]
+            self._pinned |= self._resolve(namespace, np.frombuffer(tokens, np.int32))[1]
 
     def _resolve(self, namespace: str, tokens: Tokens) -> tuple[int, set[StoredSegment]]:
         """Return the number of stored tokens, and the segments of these and of their state."""
-        known = self._tree.match(namespace, tokens, least=ANYTHING)
-        spans = (*known.spans, *self._tree.state_behind(known))
-        return known.num_tokens, {span.segment for span in spans}
+        match = self._tree.match(namespace, tokens, min_quality=ANYTHING)
+        spans = (*match.spans, *self._tree.end_state_of(match))
+        return match.num_tokens, {span.segment for span in spans}
 
-    def _read(self) -> dict[tuple[str, bytes], float]:
+    def _read_pins(self) -> dict[tuple[str, bytes], float]:
         if (content := self._directory.get(PINS)) is None:
             return {}
         try:
             return {
-                (str(pin["namespace"]), decoded(pin["tokens"]).tobytes()): float(pin["at"])
+                (str(pin["namespace"]), text_to_tokens(pin["tokens"]).tobytes()): float(pin["at"])
                 for pin in json.loads(content)
             }
         except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -162,12 +162,16 @@ class Pins:
             logger.warning("%s is damaged (%s): nothing is pinned", path, error)
             return {}
 
-    def _write(self) -> None:
+    def _write_pins(self) -> None:
         fields = [
-            {"namespace": name, "tokens": encoded(np.frombuffer(pinned, np.int32)), "at": at}
-            for (name, pinned), at in self._pins.items()
+            {
+                "namespace": name,
+                "tokens": tokens_to_text(np.frombuffer(tokens_bytes, np.int32)),
+                "at": at,
+            }
+            for (name, tokens_bytes), at in self._pins.items()
         ]
-        self._worker.submit(self._worker.keep, PINS, json.dumps(fields).encode())
+        self._worker.submit(self._worker.put_small_file, PINS, json.dumps(fields).encode())
 
 
 class MultiStepJobs(dict[Name, Job]):
@@ -177,10 +181,9 @@ class MultiStepJobs(dict[Name, Job]):
     begins again if its caller continues after all.
     """
 
-    def go_on(self, name: Name, begin: Callable[[], Job]) -> Job:
-        """Return the job of this name, after beginning it if necessary."""
+    def get_or_begin(self, name: Name, begin: Callable[[], Job]) -> Job:
         if name not in self:
-            if len(self) == MOST_JOBS:
+            if len(self) == MAX_JOBS:
                 del self[next(iter(self))]
             self[name] = begin()
         return self[name]
@@ -207,23 +210,23 @@ class Purge:
             older_than: remove only segments at least this many seconds old, and no pins.
         """
         assert tokens is None or (namespace is not None and len(tokens))
-        self._place, self._unpins = (namespace, tokens), older_than is None
+        self._prefix, self._unpins = (namespace, tokens), older_than is None
         self._before = math.inf if older_than is None else time.time() - older_than
         # With `older_than`: segments that are still to be removed.
-        self._old = collections.deque[StoredSegment]()
+        self._old_segments = collections.deque[StoredSegment]()
         self._begun = False
-        self.left = True
+        self.unfinished = True
         """Whether another step is needed."""
 
     @classmethod
-    def told(cls, order: Mapping[str, Any]) -> Purge:
+    def from_peer(cls, order: Mapping[str, Any]) -> Purge:
         """Return the purge that another server has ordered, with the time of that order."""
         text = order["tokens"]
-        purge = cls(order["namespace"], None if text is None else decoded(text))
+        purge = cls(order["namespace"], None if text is None else text_to_tokens(text))
         purge._before, purge._unpins = float(order["before"]), order["unpins"]
         return purge
 
-    def step(self, store: Any, most: int = MOST_SEGMENTS) -> Counter[str]:
+    def step(self, store: Any, max_segments: int = MAX_SEGMENTS) -> Counter[str]:
         """Remove some segments of a `PrefixStore`; the first step sends the order to other servers.
 
         With `older_than`, only the first step visits all segments. Files are unlinked in the
@@ -234,59 +237,62 @@ class Purge:
             Numbers of removed `segments`, `tokens` and `bytes` on SSD, of abandoned `writes`, and
             of `unpinned` prefixes.
         """
-        if not self.left:
+        if not self.unfinished:
             return Counter()
         # Since the last poll, segments may have been published, or replaced under another id.
         store.poll()
         if not self._begun:
-            now, (namespace, tokens) = time.time(), self._place
+            now, (namespace, tokens) = time.time(), self._prefix
             order = {
                 "at": now,
                 "before": min(self._before, now),
                 "unpins": self._unpins,
                 "namespace": namespace,
-                "tokens": None if tokens is None else encoded(tokens),
+                "tokens": None if tokens is None else tokens_to_text(tokens),
             }
-            store.tell(order)
-        return self.obey(store, most)
+            store.send_order(order)
+        return self.apply_locally(store, max_segments)
 
-    def obey(self, store: Any, most: int = MOST_SEGMENTS) -> Counter[str]:
+    def apply_locally(self, store: Any, max_segments: int = MAX_SEGMENTS) -> Counter[str]:
         """Take a step without sending the order, within a poll."""
         first, self._begun = not self._begun, True
-        tree, place, before, old = store.tree, self._place, self._before, self._old
+        tree, prefix, before = store.tree, self._prefix, self._before
         writes, unpinned = list[StoredSegment](), 0
         if first:
             if self._unpins:
-                unpinned = store.pins.unpin(*place, before)
-            store.places.refuse_unplaced(*place, min(before, time.time()))
+                unpinned = store.pins.unpin(*prefix, before)
+            store.unattached.ban_unattached(*prefix, min(before, time.time()))
             if before < math.inf:
-                old += (segment for segment in tree.below(*place) if segment.written <= before)
+                self._old_segments += (
+                    segment for segment in tree.subtree(*prefix) if segment.written <= before
+                )
         # Segments of the step before are no longer in the tree.
-        found = (old.popleft() for _ in range(len(old)))
+        candidates = (self._old_segments.popleft() for _ in range(len(self._old_segments)))
         if before == math.inf:
-            found = tree.below(*place)
-        there = (
+            candidates = tree.subtree(*prefix)
+        remaining = (
             segment
-            for segment in found
+            for segment in candidates
             if segment.on_disk and tree.get(segment.segment_id) is segment
         )
-        going, more = list(itertools.islice(there, most)), next(there, None)
-        self.left = more is not None
-        if more is not None and before < math.inf:
-            old.appendleft(more)
-        if self._unpins and (first or not self.left):
+        removed = list(itertools.islice(remaining, max_segments))
+        next_segment = next(remaining, None)
+        self.unfinished = next_segment is not None
+        if next_segment is not None and before < math.inf:
+            self._old_segments.appendleft(next_segment)
+        if self._unpins and (first or not self.unfinished):
             # The first step abandons all writes, as they read slots that are to be freed; the last
             # one those begun since. An order may arrive again: newer writes stay.
             earlier = (write for write in store.writes if write.written <= before)
-            writes = [write for write in earlier if is_in(write, tree, *place)]
+            writes = [write for write in earlier if is_in(write, tree, *prefix)]
         # Dependents first.
-        going.sort(key=lambda segment: -segment.info.prefix_len)
-        given_up = store.writes.discard([*writes, *going], MissCause.PURGED)
+        removed.sort(key=lambda segment: -segment.info.prefix_len)
+        num_abandoned = store.writes.discard([*writes, *removed], MissCause.PURGED)
         return Counter(
-            segments=len(going),
-            tokens=sum(len(segment.info.prompt_tokens) for segment in going),
-            bytes=sum(segment.file_bytes for segment in going),
-            writes=given_up,
+            segments=len(removed),
+            tokens=sum(len(segment.info.prompt_tokens) for segment in removed),
+            bytes=sum(segment.file_bytes for segment in removed),
+            writes=num_abandoned,
             unpinned=unpinned,
         )
 

@@ -1,6 +1,6 @@
 """Follows the journals of other servers of the model in the same directory.
 
-A thread checks every `LOOK_SECONDS` whether a journal has grown, with nothing but `open` and
+A thread checks every `POLL_SECONDS` whether a journal has grown, with nothing but `open` and
 `stat`, so that it works on network file systems. Other servers' segments are read like own ones,
 but never written, moved, removed or counted in the tree, where their `file_bytes` are 0.
 
@@ -35,13 +35,13 @@ from impress_sglang.threads import BackgroundThread
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.25
+POLL_SECONDS = 0.25
 # Seconds between two listings of the folders of other servers.
 FOLDERS_SECONDS = 1.0
 # The first line of a journal has fewer bytes.
 _FIRST_BYTES = 256
 # Maximum duration of one poll, in seconds.
-_MOST_SECONDS = 0.005
+_MAX_POLL_SECONDS = 0.005
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class PeerEvent:
     gone: str = ""
     purge: Mapping[str, Any] | None = None
     want: int = 0
-    far: bool = False
+    from_bucket: bool = False
     """Whether it comes from a bucket instead of a folder."""
 
 
@@ -81,7 +81,7 @@ class Peers:
         self._directory, self._files = directory, directory.files
         self._followed: dict[Path, _FollowedJournal] = {}
         self._folders_at = 0.0
-        self.news: collections.deque[PeerEvent] = collections.deque()
+        self.events: collections.deque[PeerEvent] = collections.deque()
         """Events not taken yet; a `BucketPeer` adds its own."""
         self.unreadable = False
         """Whether the last look has failed, so that segments of others may be unknown."""
@@ -99,7 +99,7 @@ class Peers:
         """Folders of the other servers, running or not."""
         return list(self._followed)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Read new lines of all journals, on the caller's thread; a failure is logged."""
         with self._lock:
             failed: Exception | None = None
@@ -110,7 +110,7 @@ class Peers:
                 failed = error
             for followed in self._followed.values():
                 try:
-                    self.news.extend(self._read(followed))
+                    self.events.extend(self._read(followed))
                 except Exception as error:
                     # A failure of the disk, or a line of another version, must not end the thread.
                     failed = error
@@ -123,108 +123,106 @@ class Peers:
 
         `orders`: orders to purge of earlier processes of this folder.
         """
-        self.news.extend(PeerEvent(purge=order) for order in orders)
-        self.look()
+        self.events.extend(PeerEvent(purge=order) for order in orders)
+        self.poll()
         # Other threads may add events meanwhile.
-        news = [self.news.popleft() for _ in range(len(self.news))]
-        gone = {event.gone for event in news}
-        self.news.extend(event for event in news if event.purge is not None)
-        found = [event.added for event in news if event.added is not None]
-        for event in found:
+        events = [self.events.popleft() for _ in range(len(self.events))]
+        removed = {event.gone for event in events}
+        self.events.extend(event for event in events if event.purge is not None)
+        segments = [event.added for event in events if event.added is not None]
+        for segment in segments:
             # Used before all segments of this server.
-            event.last_access = 1
-        return [event for event in found if event.segment_id not in gone]
+            segment.last_access = 1
+        return [segment for segment in segments if segment.segment_id not in removed]
 
-    def trim(self, folder: Path, num_bytes: float, only: Collection[str] | None = None) -> int:
+    def trim(self, folder: Path, num_bytes: float, allowed: Collection[str] | None = None) -> int:
         """Remove `num_bytes` of the oldest segments of a folder that no server has locked, on the
-        caller's thread; returns the bytes removed. `only`: ids of segments that may be removed."""
-        files, freed, gone = self._files, 0, list[str]()
+        caller's thread; returns the bytes removed. `allowed`: ids of candidates."""
+        files, freed, removed = self._files, 0, list[str]()
         with files.opened(folder / LOCK, os.O_CREAT | os.O_RDWR) as lock:
             if not try_lock(lock):
                 return 0
-            found = [
+            stored_files = [
                 (files.stat(path), name, path) for name, path, _ in segment_files(files, folder)
             ]
-            for status, name, path in sorted(found, key=lambda path: path[0].st_mtime_ns):
-                if freed < num_bytes and (only is None or name in only):
+            for status, name, path in sorted(stored_files, key=lambda path: path[0].st_mtime_ns):
+                if freed < num_bytes and (allowed is None or name in allowed):
                     files.unlink(Path(path))
                     freed += status.st_size
-                    gone.append(name)
-            append(files, folder, {"gone": gone})
-        self.look()
+                    removed.append(name)
+            append(files, folder, {"gone": removed})
+        self.poll()
         return freed
 
     def start(self) -> None:
-        """Start a thread that looks every `LOOK_SECONDS`, until `close`."""
-
         def follow() -> None:
-            while not self._stop.wait(LOOK_SECONDS):
-                self.look()
+            while not self._stop.wait(POLL_SECONDS):
+                self.poll()
 
         self._thread = BackgroundThread("impress-follow")
         self._thread.submit(follow)
 
     def close(self, seconds: float) -> None:
-        """End the thread, or leave it running if that takes more than `seconds`."""
         self._stop.set()
         if self._thread is not None:
             self._thread.close(seconds)
 
     def _look_for_folders(self) -> None:
         self._folders_at = time.monotonic() + FOLDERS_SECONDS
-        there = self._directory.siblings()
-        for folder in there:
+        folders = self._directory.siblings()
+        for folder in folders:
             self._followed.setdefault(folder, _FollowedJournal(folder))
-        for folder in self._followed.keys() - set(there):
-            left = self._followed.pop(folder)
-            self.news.extend(
-                PeerEvent(gone=segment_id) for segment_id in left.unsure.union(left.segments)
+        for folder in self._followed.keys() - set(folders):
+            removed = self._followed.pop(folder)
+            self.events.extend(
+                PeerEvent(gone=segment_id) for segment_id in removed.unsure.union(removed.segments)
             )
 
     def _read(self, followed: _FollowedJournal) -> Iterator[PeerEvent]:
-        path, seen = followed.folder / JOURNAL, tuple[int, ...]()
-        first, size = b"", 0
+        path, file_state = followed.folder / JOURNAL, tuple[int, ...]()
+        first_line, size = b"", 0
         # A missing journal is like an empty one.
         with contextlib.suppress(FileNotFoundError):
             # Opening a file lets a network file system update its size.
             self._files.close(self._files.open(path, os.O_RDONLY))
             status = self._files.stat(path)
             size = status.st_size
-            seen = status.st_ino, size, status.st_mtime_ns
-        if seen == followed.seen:
+            file_state = status.st_ino, size, status.st_mtime_ns
+        if file_state == followed.seen:
             return
-        if seen:
-            first = next(read_lines(self._files, path, block_bytes=_FIRST_BYTES), b"")
-        if first != followed.first or size < followed.end:
+        if file_state:
+            first_line = next(read_lines(self._files, path, block_bytes=_FIRST_BYTES), b"")
+        if first_line != followed.first or size < followed.end:
             followed.unsure.update(followed.segments)
-            followed.segments, followed.num_bytes, followed.first, followed.end = {}, 0, first, 0
-        for line in read_lines(self._files, path, followed.end) if seen else ():
+            followed.segments, followed.num_bytes = {}, 0
+            followed.first, followed.end = first_line, 0
+        for line in read_lines(self._files, path, followed.end) if file_state else ():
             if not line.endswith(b"\n"):
                 break
             followed.end += len(line)
             if (record := decode(line)) is not None:
-                yield from _news_of(record, followed)
+                yield from _events_of(record, followed)
         yield from (PeerEvent(gone=gone) for gone in followed.unsure - followed.segments.keys())
-        followed.seen, followed.unsure = seen, set()
+        followed.seen, followed.unsure = file_state, set()
 
     def take(self) -> Iterator[PeerEvent]:
-        """Yield new events for at most `_MOST_SECONDS`, including the caller's work on them."""
-        if not self.news:
+        """Yield new events for at most `_MAX_POLL_SECONDS`, including the caller's work on them."""
+        if not self.events:
             return
-        until = time.monotonic() + _MOST_SECONDS
-        while self.news and time.monotonic() < until:
-            yield self.news.popleft()
+        until = time.monotonic() + _MAX_POLL_SECONDS
+        while self.events and time.monotonic() < until:
+            yield self.events.popleft()
 
 
-def _news_of(record: dict[str, Any], followed: _FollowedJournal) -> Iterator[PeerEvent]:
+def _events_of(record: dict[str, Any], followed: _FollowedJournal) -> Iterator[PeerEvent]:
     if "add" in record:
         segment = segment_of(record)
         segment_id = segment.segment_id
-        known = segment_id in followed.segments or segment_id in followed.unsure
+        is_known = segment_id in followed.segments or segment_id in followed.unsure
         followed.num_bytes += segment.file_bytes - followed.segments.get(segment_id, 0)
         followed.segments[segment_id] = segment.file_bytes
-        if not known and segment.info.identity == identity_in(followed.folder.name):
-            segment.home, segment.file_bytes = followed.folder, 0
+        if not is_known and segment.info.identity == identity_in(followed.folder.name):
+            segment.foreign_dir, segment.file_bytes = followed.folder, 0
             segment.last_access = segment.hits = 0
             yield PeerEvent(added=segment)
     for gone in record.get("gone", ()):

@@ -59,9 +59,9 @@ class Policy:
     reorders: bool = False
     """Whether stored segments are rewritten by importance."""
 
-    def bits(self, wanted: LoadOptions) -> float:
+    def bits(self, options: LoadOptions) -> float:
         """Return the average bits per element of a loaded prefix; below `EXACT_BITS`: codes."""
-        return wanted.bits if self.codes else EXACT_BITS
+        return options.bits if self.codes else EXACT_BITS
 
 
 def make_policy(config: ImpressConfig) -> Policy:

@@ -20,9 +20,9 @@ from impress_sglang.storage.segment import Tokens
 # Prefixes are hashed at multiples of this number of tokens.
 BLOCK_TOKENS = 64
 # One window of this number is chosen, on average.
-_ONE_OF = np.uint64(32)
+_WINDOWS_PER_CHOICE = np.uint64(32)
 _SEED_BYTES = 8
-_INTEGERS = np.dtype("<i4")
+_TOKEN_DTYPE = np.dtype("<i4")
 Hashes: TypeAlias = npt.NDArray[np.uint64]
 
 
@@ -35,18 +35,16 @@ def namespace_text(
 
 def prefix_digest(namespace: str, tokens: Tokens) -> str:
     """Return the digest of a namespace and a prefix, 32 hex digits."""
-    return extended(begun_digest(namespace), tokens).hexdigest()
+    return extend_digest(empty_digest(namespace), tokens).hexdigest()
 
 
-def begun_digest(namespace: str) -> hashlib.blake2b:
-    """Return the digest of the empty prefix of a namespace."""
+def empty_digest(namespace: str) -> hashlib.blake2b:
     return hashlib.blake2b(namespace.encode() + b"\0", digest_size=16)
 
 
-def extended(digest: hashlib.blake2b, tokens: Tokens) -> hashlib.blake2b:
-    """Return the digest of a prefix that is followed by these tokens."""
+def extend_digest(digest: hashlib.blake2b, tokens: Tokens) -> hashlib.blake2b:
     longer = digest.copy()
-    longer.update(np.ascontiguousarray(tokens, _INTEGERS).data)
+    longer.update(np.ascontiguousarray(tokens, _TOKEN_DTYPE).data)
     return longer
 
 
@@ -68,7 +66,9 @@ class PrefixHashes:
         rows = tokens[: blocks * BLOCK_TOKENS].reshape(-1, BLOCK_TOKENS).astype(np.uint64)
         # A block's hash depends on its position; a prefix's hash is made of their sum.
         places = np.arange(1, blocks + 1, dtype=np.uint64) * self._powers[-1]
-        return mixed(np.cumsum(mixed(rows @ self._powers + places)) + self._start(namespace))
+        return splitmix64(
+            np.cumsum(splitmix64(rows @ self._powers + places)) + self._start(namespace)
+        )
 
     def windows(self, namespace: str, tokens: Tokens) -> tuple[Indices, Hashes]:
         """Choose windows of 64 tokens; returns their starts, ascending, int64 [w], and hashes,
@@ -77,12 +77,12 @@ class PrefixHashes:
         A window is chosen by its content, one in 32 on average, so that the same text has the same
         windows in any position.
         """
-        hashes = self.all_windows(namespace, tokens, BLOCK_TOKENS)
-        chosen = np.flatnonzero(hashes % _ONE_OF == 0)
+        hashes = self.rolling_windows(namespace, tokens, BLOCK_TOKENS)
+        chosen = np.flatnonzero(hashes % _WINDOWS_PER_CHOICE == 0)
         # Mixed again, because the lower bits of chosen hashes are all zero.
-        return chosen, mixed(hashes[chosen] + self._start(namespace))
+        return chosen, splitmix64(hashes[chosen] + self._start(namespace))
 
-    def all_windows(self, namespace: str, tokens: Tokens, length: int) -> Hashes:
+    def rolling_windows(self, namespace: str, tokens: Tokens, length: int) -> Hashes:
         """Hash the window of `length` tokens at each position, uint64 [n - length + 1].
 
         A hash is a polynomial of the tokens modulo 2^64, and does not depend on the position.
@@ -93,12 +93,12 @@ class PrefixHashes:
         sums = np.cumsum(tokens.astype(np.uint64) * powers)
         sums = np.concatenate([np.zeros(1, np.uint64), sums])
         inverse = _powers(pow(self._odd, -1, 2**64), len(tokens) - length + 1)
-        return mixed((sums[length:] - sums[:-length]) * inverse ^ self._start(namespace))
+        return splitmix64((sums[length:] - sums[:-length]) * inverse ^ self._start(namespace))
 
-    def apart_windows(self, namespace: str, tokens: Tokens, length: int) -> Hashes:
+    def block_windows(self, namespace: str, tokens: Tokens, length: int) -> Hashes:
         """Hash consecutive windows without overlap, uint64 [n // length]."""
         rows = tokens[: len(tokens) // length * length].reshape(-1, length).astype(np.uint64)
-        return mixed(rows @ _powers(self._odd, length) ^ self._start(namespace))
+        return splitmix64(rows @ _powers(self._odd, length) ^ self._start(namespace))
 
     def _start(self, namespace: str) -> Hashes:
         name = hashlib.blake2b(namespace.encode(), key=self._key, digest_size=_SEED_BYTES)
@@ -107,7 +107,7 @@ class PrefixHashes:
     def rows(self, hashes: Hashes, count: int) -> Hashes:
         """Return `count` independent hashes of each hash, uint64 [count, n]."""
         rows = np.arange(1, count + 1, dtype=np.uint64)[:, None] * self._powers[0]
-        return mixed(hashes + rows)
+        return splitmix64(hashes + rows)
 
 
 def _powers(base: int, count: int) -> Hashes:
@@ -117,7 +117,7 @@ def _powers(base: int, count: int) -> Hashes:
     return np.multiply.accumulate(factors)
 
 
-def mixed(values: Hashes) -> Hashes:
+def splitmix64(values: Hashes) -> Hashes:
     """Mix each value so that all bits of the result depend on all of its bits (splitmix64)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -26,7 +26,7 @@ from impress_sglang.loops.types import Floats
 from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, KVShape
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import OpenSegment, SegmentInfo
-from impress_sglang.store.bucket import MOST_READS, RANGE_BYTES
+from impress_sglang.store.bucket import MAX_READS, RANGE_BYTES
 from impress_sglang.store.disk import StoreDisk
 from impress_sglang.store.lookahead import AwaitedRange, LookAhead, turns_of
 from impress_sglang.store.memory import StoreMemory
@@ -39,7 +39,7 @@ from impress_sglang.transfer.wanted import chunk_pages
 
 logger = logging.getLogger(__name__)
 # Number of bytes for which the speeds of SSD and bucket are compared.
-_SOME_BYTES = 1e7
+_COMPARED_BYTES = 1e7
 
 
 class SegmentReaders:
@@ -60,24 +60,26 @@ class SegmentReaders:
         self._lock = threading.RLock()
         self._shape, self._memory, self._cache = shape, memory, memory.cache
         self._disk, self._reader, self._lookahead = disk, reader, lookahead
-        # Columns of exact KVs of which all rows are read.
-        self._certain = np.array([PROBE] if shape.probe_kv_heads else range(len(shape.heads)))
+        # Columns of exact KVs whose rows are all read.
+        self._certain_columns = np.array(
+            [PROBE] if shape.probe_kv_heads else range(len(shape.heads))
+        )
         self._patience = config.io_timeout
-        self._opener = self._far_opener = BackgroundThread("impress-open")
+        self._opener = self._bucket_opener = BackgroundThread("impress-open")
         # Reads objects of the bucket.
-        self._far_reader: BlockReader | None = None
+        self._bucket_reader: BlockReader | None = None
         if disk.bucket is not None:
             # Local files do not wait for the network.
-            self._far_opener = BackgroundThread("impress-open-s3")
+            self._bucket_opener = BackgroundThread("impress-open-s3")
             files = disk.bucket.files
-            self._far_reader = BlockReader(
-                MOST_READS, files, patience=config.io_timeout, piece_bytes=RANGE_BYTES
+            self._bucket_reader = BlockReader(
+                MAX_READS, files, patience=config.io_timeout, piece_bytes=RANGE_BYTES
             )
         self._open: dict[str, OpenSegment] = {}
         # First chunk id and description of a file, by segment and by whether its codes are meant.
         self._ids: dict[str, dict[bool, tuple[int, SegmentInfo]]] = {}
         self._closing: list[StoredSource] = []
-        self._said_too_small = False
+        self._logged_too_small = False
 
     def is_open(self, segment_id: str) -> bool:
         return segment_id in self._open
@@ -86,22 +88,22 @@ class SegmentReaders:
         """Return the first id of the chunks of a kind of a file, which are about to be read."""
         kinds = self._ids.setdefault(info.segment_id, {})
         if codes not in kinds:
-            first = self._cache.placement.attach(chunk_pages(info.geometry, codes=codes))
-            kinds[codes] = first, info
+            first_id = self._cache.placement.attach(chunk_pages(info.geometry, codes=codes))
+            kinds[codes] = first_id, info
             if ranges := self._lookahead.ranges(info.segment_id):
-                self._expect(first, info, ranges, codes=codes)
+                self._expect(first_id, info, ranges, codes=codes)
         return kinds[codes][0]
 
     def tiers(self, info: SegmentInfo, *, codes: bool) -> npt.NDArray[np.uint8]:
         """Return the `Tier` value of each chunk of a kind; SSD for chunks without an id."""
-        known = self._ids.get(info.segment_id, {}).get(codes)
+        chunk_ids = self._ids.get(info.segment_id, {}).get(codes)
         count = len(chunk_pages(info.geometry, codes=codes))
-        if known is None:
+        if chunk_ids is None:
             return np.full(count, Tier.SSD, np.uint8)
-        return self._cache.placement.tiers(known[0], count)
+        return self._cache.placement.tiers(chunk_ids[0], count)
 
     @locked
-    def expect(self) -> None:
+    def update_expected(self) -> None:
         """Set in the caches which chunks requests wait for: these are evicted last.
 
         They are the chunks of awaited tokens that are certain to be read: codes, and of exact KVs
@@ -112,11 +114,11 @@ class SegmentReaders:
                 self._expect(*chunks, self._lookahead.ranges(segment_id), codes=codes)
 
     def _expect(
-        self, first: int, info: SegmentInfo, ranges: Sequence[AwaitedRange], *, codes: bool
+        self, first_id: int, info: SegmentInfo, ranges: Sequence[AwaitedRange], *, codes: bool
     ) -> None:
         layout, first_raw = info.geometry, self._shape.first_raw
         # First chunk of each layer.
-        starts = first + np.array(layout.first_chunks[codes][:-1])
+        starts = first_id + np.array(layout.first_chunks[codes][:-1])
         if codes:
             pages = layout.codes[0]
             turns = turns_of(pages.num_pages, pages.page_tokens, ranges)
@@ -125,7 +127,7 @@ class SegmentReaders:
             # Only the file has the mapping of reordered tokens to chunks.
             anywhere = info.reordered and ranges
             parts = [(0, layout.num_tokens, ranges[-1][2])] if anywhere else ranges
-            columns = starts[:first_raw, None] + layout.num_chunks * self._certain
+            columns = starts[:first_raw, None] + layout.num_chunks * self._certain_columns
             turns = turns_of(layout.num_chunks, layout.chunk_tokens, parts)
             self._cache.placement.expect(columns.reshape(-1), turns)
         if self._shape.raw_layers:
@@ -136,13 +138,13 @@ class SegmentReaders:
     @locked
     def cached_bytes(self, segment_id: str) -> npt.NDArray[np.int64]:
         """Return the bytes of a segment in the caches, by `Tier`."""
-        found = np.zeros(len(Tier), np.int64)
+        num_bytes = np.zeros(len(Tier), np.int64)
         for codes, (_, info) in self._ids.get(segment_id, {}).items():
             pages = chunk_pages(info.geometry, codes=codes)
             counts = np.bincount(self.tiers(info, codes=codes), pages, len(Tier))
-            found += counts.astype(np.int64) * BLOCK_BYTES
-        found[Tier.SSD] = 0
-        return found
+            num_bytes += counts.astype(np.int64) * BLOCK_BYTES
+        num_bytes[Tier.SSD] = 0
+        return num_bytes
 
     def seconds_to_read(self, num_bytes: float) -> float:
         """Estimate the seconds that reading this many bytes from SSD takes, by recent reads."""
@@ -151,7 +153,7 @@ class SegmentReaders:
     def bytes_to_read(self, spans: Sequence[StoredSpan], *, codes: bool) -> float:
         """Return the bytes of whole spans that would be read from SSD; bytes in a bucket count as
         those that SSD reads in the same time."""
-        found = 0.0
+        total = 0.0
         # There may be many spans of one segment.
         lengths = Counter[StoredSegment]()
         for span in spans:
@@ -161,22 +163,22 @@ class SegmentReaders:
             on_ssd = self.tiers(info, codes=codes) == Tier.SSD
             pages = chunk_pages(info.geometry, codes=codes)[on_ssd]
             num_bytes = int(pages.sum(dtype=np.int64)) * BLOCK_BYTES
-            slower = 1.0
-            if self._far_reader is not None and self._disk.only_in_bucket(segment):
-                slower = self._far_reader.cost.seconds_for(_SOME_BYTES)
-                slower /= self.seconds_to_read(_SOME_BYTES)
-            found += slower * length / info.num_tokens * num_bytes
-        return found
+            slowdown = 1.0
+            if self._bucket_reader is not None and self._disk.only_in_bucket(segment):
+                slowdown = self._bucket_reader.cost.seconds_for(_COMPARED_BYTES)
+                slowdown /= self.seconds_to_read(_COMPARED_BYTES)
+            total += slowdown * length / info.num_tokens * num_bytes
+        return total
 
     def can_read(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> bool:
         """Whether a layer of these spans fits into the buffer pool; the first failure is logged."""
-        pool = self._memory.pool
+        pool = self._memory.buffers
         segments = {span.segment for span in spans}
         needed = pool.size_of(
             sum(segment.info.geometry.most_bytes(codes=in_codes) for segment in segments)
         )
-        if needed > pool.limit_bytes and not self._said_too_small:
-            self._said_too_small = True
+        if needed > pool.limit_bytes and not self._logged_too_small:
+            self._logged_too_small = True
             logger.warning(
                 "a stored prefix is computed, for a layer of it takes %.2f GB: "
                 "raise --impress-buffer-gb",
@@ -196,22 +198,22 @@ class SegmentReaders:
         if not self._disk.health.readable:
             raise StoreUnavailable(stored.segment_id, "the store is degraded")
         with self._lock:
-            known = self._open.get(stored.segment_id)
-            if known is not None:
-                known.readers += 1
-                return known
-        opened = self._opened(stored)
+            segment = self._open.get(stored.segment_id)
+            if segment is not None:
+                segment.readers += 1
+                return segment
+        opened = self._open_file(stored)
         with self._lock:
-            known = self._open.setdefault(stored.segment_id, opened)
-            if known is not opened:
+            segment = self._open.setdefault(stored.segment_id, opened)
+            if segment is not opened:
                 # Another thread was faster.
                 opened.close()
-            known.readers += 1
-            return known
+            segment.readers += 1
+            return segment
 
-    def _opened(self, stored: StoredSegment) -> OpenSegment:
-        far = self._disk.only_in_bucket(stored)
-        opener = self._far_opener if far else self._opener
+    def _open_file(self, stored: StoredSegment) -> OpenSegment:
+        in_bucket = self._disk.only_in_bucket(stored)
+        opener = self._bucket_opener if in_bucket else self._opener
         opening = opener.submit(self._disk.open, stored)
         try:
             error = opening.exception(self._patience)
@@ -227,7 +229,7 @@ class SegmentReaders:
         if not segment.info.describes_same(stored.info):
             segment.close()
             raise SegmentUnreadable(stored.segment_id, "index and segment file do not agree")
-        segment.reader = self._far_reader if far else self._reader
+        segment.reader = self._bucket_reader if in_bucket else self._reader
         return segment
 
     @locked
@@ -248,17 +250,17 @@ class SegmentReaders:
                 self._cache.placement.detach(first, len(chunk_pages(info.geometry, codes=codes)))
 
     @locked
-    def succeed(self, old_id: str, segment: StoredSegment, shares: Floats) -> None:
+    def replace(self, old_id: str, segment: StoredSegment, shares: Floats) -> None:
         """Replace the file `old_id` of a segment by its reordered one, whose chunks inherit the
         statistics of the old chunks; requests wait for these instead.
 
         `shares`: expected shares of wanted rows, float64 [chunks].
         """
-        self._lookahead.succeed(old_id, segment.segment_id)
-        if (old := self._ids.get(old_id, {}).get(False)) is not None:
+        self._lookahead.replace(old_id, segment.segment_id)
+        if (old_ids := self._ids.get(old_id, {}).get(False)) is not None:
             ids = np.arange(segment.info.geometry.first_chunks[False][-1])
-            first = self._first_id(segment.info, codes=False)
-            self._cache.placement.inherit(first + ids, old[0] + ids, shares)
+            first_id = self._first_id(segment.info, codes=False)
+            self._cache.placement.inherit(first_id + ids, old_ids[0] + ids, shares)
         self.retire(old_id)
 
     def open(self, spans: Sequence[StoredSpan], *, exact: bool) -> WholeSource:
@@ -275,7 +277,7 @@ class SegmentReaders:
                 layer of exact KVs that replace codes fits no buffers; the caller should `report`
                 it.
         """
-        pool = self._memory.pool
+        pool = self._memory.buffers
         with self.acquired(spans) as segments:
             # Codes without exact KVs were checked when they were written.
             unlike = self._shape.exact and any(is_misfit(segment.fits) for segment in segments)
@@ -304,8 +306,8 @@ class SegmentReaders:
                 segments.append(self.acquire(span.segment))
             yield segments
         except BaseException:
-            for done in segments:
-                self.release(done.segment_id)
+            for segment in segments:
+                self.release(segment.segment_id)
             raise
 
     @locked
@@ -325,10 +327,10 @@ class SegmentReaders:
         source.close()
         with self._lock:
             self._closing.append(source)
-        self.settle()
+        self.release_closed()
 
     @locked
-    def settle(self) -> None:
+    def release_closed(self) -> None:
         """Release the segments of closed sources whose last reads have ended."""
         for source in [closing for closing in self._closing if not closing.is_reading]:
             self._closing.remove(source)
@@ -339,12 +341,12 @@ class SegmentReaders:
         """Release the segments whose reads end within `seconds`, and end the threads."""
         deadline = time.monotonic() + seconds
         while self._closing and time.monotonic() < deadline:
-            self.settle()
+            self.release_closed()
             time.sleep(1e-3)
         self._opener.close(seconds)
-        if self._far_reader is not None:
-            self._far_opener.close(seconds)
-            self._far_reader.close()
+        if self._bucket_reader is not None:
+            self._bucket_opener.close(seconds)
+            self._bucket_reader.close()
 
     @locked
     def check(self, segment_id: str) -> None:

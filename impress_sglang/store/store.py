@@ -24,7 +24,7 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import Tokens
-from impress_sglang.store.disk import Answer, StoreDisk
+from impress_sglang.store.disk import ProbeResult, StoreDisk
 from impress_sglang.store.health import DiskTask, Suspect, Verdict
 from impress_sglang.store.lookahead import LookAhead
 from impress_sglang.store.memory import StoreMemory
@@ -43,11 +43,11 @@ from impress_sglang.transfer.sources import StoredSource
 logger = logging.getLogger(__name__)
 
 # Maximum number of segments that expire in one poll.
-MOST_EXPIRED = 64
+MAX_EXPIRED = 64
 # Maximum number of segments, and of chunks, that one step checks.
 CHECKED_SEGMENTS = 8
 # Seconds for which a segment of another server is not used after it could not be read.
-REST_SECONDS = 60.0
+RETRY_SECONDS = 60.0
 CHECKED_CHUNKS = 1024
 
 
@@ -90,7 +90,7 @@ class PrefixStore:
         self._disk = disk or StoreDisk(config, identity, files)
         self.worker, self.health = self._disk.worker, self._disk.health
         self.tree, self.pins = self._disk.tree, self._disk.pins
-        self.places = self._disk.places
+        self.unattached = self._disk.unattached
         self.namespace, self.segment_path = self._disk.namespace, self._disk.directory.segment_path
         self._memory = memory or StoreMemory.allocate(config, shape, device or torch.device("cpu"))
         self.cache = self._memory.cache
@@ -98,31 +98,31 @@ class PrefixStore:
         self._reader = BlockReader(
             config.io_depth, files, engine=config.io_engine, patience=patience
         )
-        self.ahead = ReadAhead(self._memory.pool, enabled=config.readahead > 0)
+        self.ahead = ReadAhead(self._memory.buffers, enabled=config.readahead > 0)
         lookahead = lookahead or LookAhead()
         parts = self._memory, self._disk, self._reader, lookahead
-        self.segments = SegmentReaders(config, shape, *parts)
+        self.readers = SegmentReaders(config, shape, *parts)
         self._closed = False
         self._tasks: list[tuple[DiskTask | Suspect, Future[Any]]] = []
         # Purges ordered by other servers.
         self._orders: list[Purge] = []
         budget = budget or WriteBudget(config.write_gb_per_day)
-        self.quota = Quota(config, self._disk, self.segments, lookahead, budget)
+        self.quota = Quota(config, self._disk, self.readers, lookahead, budget)
         self.writes = SegmentWrites(
-            config, identity, shape, self._disk, self.quota, self.segments, codec
+            config, identity, shape, self._disk, self.quota, self.readers, codec
         )
         self.stats, self.miss_log = self.writes.stats, self.writes.miss_log
 
-    def match(self, namespace: str, tokens: Tokens, *, least: Quality = EXACT) -> StoredMatch:
-        """Return the longest published prefix of `tokens`, in a quality of at least `least`."""
+    def match(self, namespace: str, tokens: Tokens, *, min_quality: Quality = EXACT) -> StoredMatch:
+        """Return the longest published prefix of `tokens` of at least `min_quality`."""
         self.poll()
         if not self.health.readable:
             return StoredMatch()
-        return self.tree.match(self.namespace(namespace), tokens, least=least)
+        return self.tree.match(self.namespace(namespace), tokens, min_quality=min_quality)
 
     def close_source(self, source: StoredSource) -> None:
         """Close a source and count its reads; its segments may be removed again."""
-        self.segments.close_source(source)
+        self.readers.close_source(source)
         self.ahead.leave(source)
         self.stats.bytes_read += source.stats.ssd_bytes
         self.stats.bytes_read_ahead += source.stats.ahead_bytes
@@ -134,97 +134,103 @@ class PrefixStore:
         Everything that depends on a clock, the disk or a thread changes the tree only here.
         """
         if not self._closed:
-            self._take()
-            self._begin_due()
+            self._collect()
+            self._start_due()
 
-    def _take(self) -> None:
+    def _collect(self) -> None:
         bucket = self._disk.bucket
-        self.segments.expect()
-        self.segments.settle()
+        self.readers.update_expected()
+        self.readers.release_closed()
         self.writes.poll()
-        self.quota.take_removals()
+        self.quota.collect_removals()
         self.expire(time.time())
-        for news in self._disk.peers.take():
-            self._hear(news)
-        self.places.place_again()
+        for event in self._disk.peers.take():
+            self._take_event(event)
+        self.unattached.retry()
         # Not before orders to purge, which may concern only the duplicate that stays.
-        for double, other in () if self._orders else self.places.take_doubles():
+        for duplicate, replacement in () if self._orders else self.unattached.take_duplicates():
             # With a bucket, each server stores its own copy, to read it from its drive.
-            if bucket is None and not self.quota.is_needed(double):
-                self.writes.discard([double], MissCause.EVICTED)
-                self.places.forget(other.segment_id)
-                self.places.add(other)
-        self._disk.remove_foreign(self.places.late)
-        self.places.late.clear()
+            if bucket is None and not self.quota.is_needed(duplicate):
+                self.writes.discard([duplicate], MissCause.EVICTED)
+                self.unattached.forget(replacement.segment_id)
+                self.unattached.add(replacement)
+        self._disk.remove_foreign(self.unattached.to_remove)
+        self.unattached.to_remove.clear()
         if self._orders:
-            self._orders[0].obey(self)
-            if not self._orders[0].left:
+            self._orders[0].apply_locally(self)
+            if not self._orders[0].unfinished:
                 del self._orders[0]
         elif bucket is not None:
-            bucket.catch_up()
+            bucket.upload_backlog()
         ended = [task for task in self._tasks if task[1].done()]
         self._tasks = [task for task in self._tasks if task not in ended]
         for task, future in ended:
             if task is DiskTask.MEASURE:
-                self.health.measured(future.exception() or future.result())
+                self.health.on_measured(future.exception() or future.result())
             elif task is DiskTask.PROBE:
-                self._take_answer(future.result())
+                self._take_probe_result(future.result())
             else:
                 # A look that failed for another reason is no verdict on the segment.
-                self._judge(task, Verdict.UNCLEAR if future.exception() else future.result())
+                self._take_verdict(task, Verdict.UNCLEAR if future.exception() else future.result())
 
-    def _hear(self, news: PeerEvent) -> None:
-        if (added := news.added) is not None:
-            bucket = self._disk.bucket if news.far else None
+    def _take_event(self, event: PeerEvent) -> None:
+        if (added := event.added) is not None:
+            bucket = self._disk.bucket if event.from_bucket else None
             # Stored by this or another server, under any id.
-            known = bucket is not None and (added.segment_id in self.tree or bucket.has_own(added))
-            self.places.add(added, known=known)
-        elif news.gone:
-            self.places.forget(news.gone)
-            segment = self.tree.get(news.gone)
-            other = segment is not None and segment.home is not None
-            if segment is not None and other and self._disk.only_in_bucket(segment) == news.far:
+            is_known = bucket is not None and (
+                added.segment_id in self.tree or bucket.has_local(added)
+            )
+            self.unattached.add(added, is_known=is_known)
+        elif event.gone:
+            self.unattached.forget(event.gone)
+            segment = self.tree.get(event.gone)
+            is_foreign = segment is not None and segment.foreign_dir is not None
+            if (
+                segment is not None
+                and is_foreign
+                and self._disk.only_in_bucket(segment) == event.from_bucket
+            ):
                 self.writes.lose(segment, MissCause.EVICTED)
-        elif news.want:
-            self.writes.discard(self.quota.share_out(news.want), MissCause.EVICTED)
-        elif news.purge is not None:
+        elif event.want:
+            self.writes.discard(self.quota.choose_for_peer(event.want), MissCause.EVICTED)
+        elif event.purge is not None:
             try:
-                self._orders.append(Purge.told(news.purge))
+                self._orders.append(Purge.from_peer(event.purge))
             except (ValueError, KeyError, TypeError) as error:
                 logger.warning("an order of another server is of another version: %s", error)
 
-    def _begin_due(self) -> None:
+    def _start_due(self) -> None:
         # After results were taken: a result that came long ago is not late.
         self._tasks += [(task, self._disk.begin(task)) for task in self.health.due()]
         if self.health.writable:
-            self._disk.note_uses()
+            self._disk.record_recent_uses()
 
-    def expire(self, now: float, most: int = MOST_EXPIRED) -> None:
-        """Remove at most `most` segments that have expired; `now` is a time of `time.time`."""
-        due = self.tree.order.take_due(now, most)
+    def expire(self, now: float, max_segments: int = MAX_EXPIRED) -> None:
+        """Remove at most `max_segments` segments that have expired at `now`, of `time.time`."""
+        expired = self.tree.order.take_expired(now, max_segments)
         # Dependents first, so that a killed process leaves no segment without its parent.
-        due.sort(key=lambda segment: -segment.info.prefix_len)
-        self.writes.discard(due, MissCause.EXPIRED)
+        expired.sort(key=lambda segment: -segment.info.prefix_len)
+        self.writes.discard(expired, MissCause.EXPIRED)
 
-    def tell(self, order: Mapping[str, Any]) -> None:
+    def send_order(self, order: Mapping[str, Any]) -> None:
         self.worker.submit(self.worker.record, {"purge": order})
         if self._disk.bucket is not None:
-            self._disk.bucket.tell(order)
+            self._disk.bucket.send_order(order)
 
     def report(self, error: PrefixUnreadable) -> None:
         """Report an unreadable segment, which is not used until a second look finds it good."""
         segment = self.tree.get(error.segment_id)
-        if segment is not None and segment.home is not None:
+        if segment is not None and segment.foreign_dir is not None:
             # Its server looks itself; the disk of this server need not be at fault.
             logger.warning("%s; another server has it", error)
             if isinstance(error, StoreUnavailable):
-                self.places.set_aside(segment.apart(), REST_SECONDS)
+                self.unattached.postpone(segment.detached_copy(), RETRY_SECONDS)
             else:
-                self.places.refuse(segment.segment_id)
+                self.unattached.ban(segment.segment_id)
             self.writes.lose(segment, MissCause.DAMAGED)
             return
         if isinstance(error, StoreUnavailable):
-            self.health.failed("a prefix could not be read", error, reading=True)
+            self.health.report_failure("a prefix could not be read", error, reading=True)
         if segment is not None and segment.ready:
             logger.warning("%s; a second look will decide", error)
             self.stats.segments_unreadable += 1
@@ -243,8 +249,8 @@ class PrefixStore:
             **self.quota.summary(),
             "direct_io": self._disk.direct,
             **self._reader.summary(),
-            "buffer_bytes": self._memory.pool.limit_bytes,
-            "buffer_used_bytes": self._memory.pool.used_bytes,
+            "buffer_bytes": self._memory.buffers.limit_bytes,
+            "buffer_used_bytes": self._memory.buffers.used_bytes,
         }
 
     def check_steps(self) -> Iterator[None]:
@@ -252,7 +258,9 @@ class PrefixStore:
         segments = list(self.tree.segments())
         for first in range(0, len(segments), CHECKED_SEGMENTS):
             checked = segments[first : first + CHECKED_SEGMENTS]
-            self._check([one for one in checked if self.tree.get(one.segment_id) is one])
+            self._check(
+                [segment for segment in checked if self.tree.get(segment.segment_id) is segment]
+            )
             yield
         for tier in CACHES:
             first = 0
@@ -264,10 +272,10 @@ class PrefixStore:
         """Check some segments of the tree, and sums, against other parts of the store."""
         pending = set(self.writes)
         assert self.quota.pending_bytes == sum(write.file_bytes for write in pending)
-        assert self.tree.file_bytes == sum(self.tree.held.values())
+        assert self.tree.file_bytes == sum(self.tree.bytes_by_namespace.values())
         for segment in segments:
             self.tree.check(segment)
-            self.segments.check(segment.segment_id)
+            self.readers.check(segment.segment_id)
             state = segment.state
             assert (state is SegmentState.PENDING) == (segment in pending)
             assert (state is SegmentState.SUSPECT) == (segment in self.health.suspects)
@@ -295,13 +303,13 @@ class PrefixStore:
         seconds = self._config.io_timeout
         try:
             self.writes.drain()
-            self.segments.close(seconds)
+            self.readers.close(seconds)
             self._reader.close()
         finally:
             self._disk.close()
 
-    def _judge(self, suspect: Suspect, verdict: Verdict) -> None:
-        if not self.health.looked(suspect, verdict):
+    def _take_verdict(self, suspect: Suspect, verdict: Verdict) -> None:
+        if not self.health.on_looked(suspect, verdict):
             return
         self.stats.segments_cleared += verdict is Verdict.GOOD
         self.stats.segments_quarantined += verdict is Verdict.BAD
@@ -309,21 +317,21 @@ class PrefixStore:
         if verdict is not Verdict.GOOD:
             self.writes.lose(suspect.segment, MissCause.DAMAGED)
 
-    def _take_answer(self, answer: Answer) -> None:
+    def _take_probe_result(self, answer: ProbeResult) -> None:
         """Take the result of a probe: resume reading, and suspect segments without a file."""
-        found, error = answer
-        if found is not None and not self.health.readable:
+        segment_ids, error = answer
+        if segment_ids is not None and not self.health.readable:
             try:
                 self._reader.revive()
             except (ConfigError, OSError) as failure:
-                found, error = None, failure
+                segment_ids, error = None, failure
             else:
                 # Only suspects, because they may have been written after the probe.
                 for segment in self.tree.segments():
-                    local = segment.ready and segment.home is None
-                    if local and segment.segment_id not in found:
+                    local = segment.ready and segment.foreign_dir is None
+                    if local and segment.segment_id not in segment_ids:
                         self.health.suspect(segment)
-        # Before `catch_up`, which may fail again.
-        self.health.probed(error, readable=found is not None)
+        # Before `retry_refused`, which may fail again.
+        self.health.on_probed(error, readable=segment_ids is not None)
         if error is None:
-            self.worker.submit(self.worker.catch_up)
+            self.worker.submit(self.worker.retry_refused)

@@ -41,14 +41,14 @@ class StoredSegment:
         file_bytes: size of its file; 0 if only another server or the bucket has it.
         last_access: logical time of the last use, see `EvictionOrder.now`.
         written: time of `time.time` at which its file was written.
-        above: hint of an earlier process: id of the segment to which it was attached.
-        home: folder of the other server that has its file, or the bucket's URL; None for a file of
-            this server.
+        parent_hint: hint of an earlier process: id of the segment to which it was attached.
+        foreign_dir: folder of the other server that has its file, or the bucket's URL; None for a
+            file of this server.
         dependents: number of children by their `level`.
         children: segments that build on it.
         states: prefix lengths of the children that are recurrent states, ascending.
         history: statistics of its tokens that `paper/` collects.
-        due: time at which it expires.
+        expires_at: time at which it expires.
         level: priority for eviction: segments of a lower level are evicted earlier.
     """
 
@@ -58,39 +58,38 @@ class StoredSegment:
     last_access: int = 0
     hits: int = 0
     written: float = dataclasses.field(default_factory=time.time)
-    above: str = ""
-    home: Path | None = None
+    parent_hint: str = ""
+    foreign_dir: Path | None = None
     dependents: list[int] = dataclasses.field(init=False)
     parent: StoredSegment | None = dataclasses.field(init=False, default=None)
     children: Children = dataclasses.field(init=False, repr=False, default_factory=dict)
     states: list[int] = dataclasses.field(init=False, repr=False, default_factory=list)
     history: Any = dataclasses.field(init=False, default=None)
-    due: float = dataclasses.field(init=False, default=math.inf)
+    expires_at: float = dataclasses.field(init=False, default=math.inf)
     level: Priority = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.dependents = [0] * len(Priority)
-        self.level = self.own_level
+        self.level = self.effective_level
 
-    def apart(self, **changes: Any) -> StoredSegment:
-        """Return a copy outside the tree."""
-        return dataclasses.replace(self, **{"above": self.use[3], **changes})
+    def detached_copy(self, **changes: Any) -> StoredSegment:
+        return dataclasses.replace(self, **{"parent_hint": self.journal_usage[3], **changes})
 
     def prompt(self) -> Tokens:
         """Return all tokens from the start of a prompt to the end of the segment, int32 [n]."""
-        parts, above = [self.info.tokens], self
-        while above.parent is not None:
-            length = above.info.prefix_len - above.parent.info.prefix_len
-            above = above.parent
-            parts.append(above.info.tokens[:length])
+        parts, ancestor = [self.info.tokens], self
+        while ancestor.parent is not None:
+            length = ancestor.info.prefix_len - ancestor.parent.info.prefix_len
+            ancestor = ancestor.parent
+            parts.append(ancestor.info.tokens[:length])
         return np.concatenate(parts[::-1])
 
     def may_be_read(self, now: float) -> bool:
         """Whether it is ready and has not expired; expired segments are removed step by step."""
-        return self.ready and now < self.due
+        return self.ready and now < self.expires_at
 
     @property
-    def own_level(self) -> Priority:
+    def effective_level(self) -> Priority:
         """Maximum of its priority (a tombstone has none) and its dependents' levels."""
         priority = Priority.LOW if self.lost else self.info.priority
         return max(priority, *(level for level in Priority if self.dependents[level]), Priority.LOW)
@@ -104,11 +103,11 @@ class StoredSegment:
         return self.info.segment_id
 
     @property
-    def use(self) -> tuple[str, int, int, str]:
+    def journal_usage(self) -> tuple[str, int, int, str]:
         """Entry of the journal: id, last access, hits, and id of the parent."""
         parent = self.parent
-        above = self.above if parent is None else parent.segment_id
-        return self.segment_id, self.last_access, self.hits, above
+        parent_id = self.parent_hint if parent is None else parent.segment_id
+        return self.segment_id, self.last_access, self.hits, parent_id
 
     @property
     def stop(self) -> int:

@@ -40,19 +40,19 @@ from impress_sglang.transfer.codecs import Codec
 logger = logging.getLogger(__name__)
 
 # Seconds between two checks for progress while waiting for writes.
-LOOK_SECONDS = 0.25
+PROGRESS_SECONDS = 0.25
 # Seconds between two requests to other servers to make room.
-_ASK_SECONDS = 0.5
+_REQUEST_SECONDS = 0.5
 
 
 class StoreOutcome(enum.Enum):
     """Result of an offer to store a prefix."""
 
     ACCEPTED = "accepted"
-    KNOWN = "known"
-    UNREACHABLE = "unreachable"
+    ALREADY_STORED = "known"
+    PREFIX_MISSING = "unreachable"
     NO_SPACE = "no_space"
-    SPENT = "spent"
+    OVER_BUDGET = "spent"
     """The write budget of the drive is spent."""
     UNAVAILABLE = "unavailable"
     """The disk accepts no writes now."""
@@ -135,19 +135,19 @@ class SegmentWrites:
         shape: KVShape,
         disk: StoreDisk,
         quota: Quota,
-        segments: SegmentReaders,
+        readers: SegmentReaders,
         codec: Codec | None,
     ) -> None:
         self.stats, self.miss_log = StoreStats(), MissLog()
         self._config, self._identity, self._shape, self._codec = config, identity, shape, codec
         self._disk, self._quota = disk, quota
         self._tree, self._worker, self._health = disk.tree, disk.worker, disk.health
-        self._segments = segments
+        self._readers = readers
         # Oldest first.
         self._writes = collections.deque[_Write]()
         # An object of the bucket that is being moved into the store.
-        self._moving: tuple[SegmentInfo, Future[None]] | None = None
-        self._asked_at = -math.inf
+        self._adoption: tuple[SegmentInfo, Future[None]] | None = None
+        self._room_requested_at = -math.inf
 
     def __len__(self) -> int:
         return len(self._writes)
@@ -163,7 +163,7 @@ class SegmentWrites:
         )
 
     @property
-    def are_taken(self) -> bool:
+    def accepts(self) -> bool:
         """Whether writes are accepted now: the disk works, and the write budget is not spent."""
         return self._health.writable and not self._quota.budget.is_spent
 
@@ -174,38 +174,40 @@ class SegmentWrites:
             self.stats.offers_while_unavailable += 1
             return StoreOutcome.UNAVAILABLE
         tokens = offer.tokens
-        known = self._tree.match(namespace, tokens, least=offer.quality, only_ready=False)
+        match = self._tree.match(namespace, tokens, min_quality=offer.quality, only_ready=False)
         # The KVs are in SGLang's pool and need not be read, but this is a use, too.
-        self._tree.touch(known)
-        start, stop = _missing(known, offer)
+        self._tree.touch(match)
+        start, stop = _missing_range(match, offer)
         if len(tokens) - start < offer.min_tokens:
-            return StoreOutcome.KNOWN
+            return StoreOutcome.ALREADY_STORED
         if start < offer.available_from or start == stop:
-            return StoreOutcome.UNREACHABLE
+            return StoreOutcome.PREFIX_MISSING
         if self._quota.budget.is_spent:
             self.stats.offers_above_budget += 1
-            self.miss_log.note_tokens(namespace, tokens, MissCause.WRITE_BUDGET)
-            return StoreOutcome.SPENT
-        loss = self.miss_log.find(namespace, tokens[:stop], start)
+            self.miss_log.record_tokens(namespace, tokens, MissCause.WRITE_BUDGET)
+            return StoreOutcome.OVER_BUDGET
+        miss = self.miss_log.find(namespace, tokens[:stop], start)
         # Rejected if most of it could not be coded before.
-        lost = 0 if loss is None or loss.cause is not MissCause.NOT_CODABLE else loss.num_tokens
-        if 2 * lost >= stop - start:
+        num_uncodable = (
+            0 if miss is None or miss.cause is not MissCause.NOT_CODABLE else miss.num_tokens
+        )
+        if 2 * num_uncodable >= stop - start:
             return StoreOutcome.NOT_CODABLE
-        segment = self._planned(namespace, offer, start, stop)
-        unremoved = self._worker.unremoved()
-        victims = self._quota.make_room(segment, known)
+        segment = self._new_segment(namespace, offer, start, stop)
+        blocked_removals = self._worker.blocked_removals()
+        victims = self._quota.make_room(segment, match)
         if victims is None:
             self.stats.offers_without_space += 1
-            self.miss_log.note_tokens(namespace, tokens, MissCause.NO_ROOM)
-            self._ask_for_room(segment.file_bytes)
+            self.miss_log.record_tokens(namespace, tokens, MissCause.NO_ROOM)
+            self._request_room(segment.file_bytes)
             return StoreOutcome.NO_SPACE
-        if victims and self._quota.lacks > 0:
-            self._ask_for_room(segment.file_bytes)
+        if victims and self._quota.free_share_bytes > 0:
+            self._request_room(segment.file_bytes)
         self.discard(victims, MissCause.EVICTED)
-        above = known.slice(0, start)[-1].segment if start else None
-        attached = self._tree.attach(segment, above)
+        parent = match.slice(0, start)[-1].segment if start else None
+        attached = self._tree.attach(segment, parent)
         assert attached, "the matched prefix is not in the tree"
-        self._begin(segment, offer, unremoved)
+        self._begin(segment, offer, blocked_removals)
         return StoreOutcome.ACCEPTED
 
     def poll(self) -> None:
@@ -216,53 +218,52 @@ class SegmentWrites:
             self._take_fetched(self._disk.bucket)
 
     def drain(self) -> None:
-        """Wait until all writes have ended; they are abandoned if they make no progress for
-        `--impress-io-timeout`."""
+        """Wait for all writes; abandons them after `--impress-io-timeout` without progress."""
         began = time.monotonic()
         while self._writes:
             try:
-                self._writes[0].future.exception(LOOK_SECONDS)
+                self._writes[0].future.exception(PROGRESS_SECONDS)
             except TimeoutError:
                 idle = time.monotonic() - max(began, self._worker.progress)
                 if idle > self._config.io_timeout:
                     late = TimeoutError(f"no progress for {idle:.1f} s")
-                    self._health.failed("writes do not end", late, reading=False)
+                    self._health.report_failure("writes do not end", late, reading=False)
                     self.abandon()
                     return
                 continue
             self._finish(self._writes.popleft())
 
     def discard(self, segments: Sequence[StoredSegment], cause: MissCause) -> int:
-        """Remove segments, dependents first, and their files, and abandon pending writes; returns
-        the number of these."""
+        """Remove segments, dependents first, with their files; returns how many writes of pending
+        ones were abandoned."""
         writes = {write.segment: write for write in self._writes}
-        given_up, going = 0, dict[str, int]()
+        num_abandoned, removed = 0, dict[str, int]()
         for segment in segments:
             if segment.state is SegmentState.PENDING:
-                given_up += 1
+                num_abandoned += 1
                 self._quota.pending_bytes -= segment.file_bytes
                 self._abandon(writes[segment])
             self.lose(segment, cause)
-            if segment.home is None:
+            if segment.foreign_dir is None:
                 # The worker removes it after its write.
-                going[segment.segment_id] = segment.file_bytes
+                removed[segment.segment_id] = segment.file_bytes
             else:
-                self._disk.places.refuse(segment.segment_id)
+                self._disk.unattached.ban(segment.segment_id)
         self._disk.remove_foreign(segments)
-        if going:
-            count = len(going) - given_up
+        if removed:
+            count = len(removed) - num_abandoned
             self.stats.segments_evicted += count * (cause is MissCause.EVICTED)
             self.stats.segments_purged += count * (cause is MissCause.PURGED)
             self.stats.segments_expired += count * (cause is MissCause.EXPIRED)
             # In one job, because with each job the worker can take the GIL from this thread.
-            self._worker.delete(going)
+            self._worker.delete(removed)
         if cause is MissCause.PURGED:
             self._worker.submit(self._worker.empty_quarantine)
-        return given_up
+        return num_abandoned
 
     def lose(self, segment: StoredSegment, cause: MissCause) -> None:
         """Remove a segment from the tree, where a tombstone may remain; see `StoredTree.lose`."""
-        self.miss_log.note(segment, cause)
+        self.miss_log.record(segment, cause)
         stored = segment.on_disk
         if stored:
             # An estimate until the next measurement.
@@ -270,16 +271,20 @@ class SegmentWrites:
         self._health.suspects.pop(segment, None)
         self._tree.lose(segment)
         if stored and self._disk.bucket is not None:
-            self._disk.bucket.lost(segment)
+            self._disk.bucket.on_removed(segment)
         # After it left the tree, which `retire` checks.
-        self._segments.retire(segment.segment_id)
+        self._readers.retire(segment.segment_id)
 
-    def _ask_for_room(self, num_bytes: int) -> None:
+    def _request_room(self, num_bytes: int) -> None:
         """Ask other servers to make room, if they use any."""
-        missing, now = self._quota.missing(num_bytes), time.monotonic()
-        if missing > 0 and self._disk.peers.num_bytes and now > self._asked_at + _ASK_SECONDS:
-            self._asked_at = now
-            self._worker.submit(self._worker.record, {"want": missing})
+        missing_bytes, now = self._quota.missing(num_bytes), time.monotonic()
+        if (
+            missing_bytes > 0
+            and self._disk.peers.num_bytes
+            and now > self._room_requested_at + _REQUEST_SECONDS
+        ):
+            self._room_requested_at = now
+            self._worker.submit(self._worker.record, {"want": missing_bytes})
 
     def abandon(self) -> None:
         """Abandon all writes, the latest first; never waits."""
@@ -292,7 +297,7 @@ class SegmentWrites:
             write.offer.abandon()
             write.offer.on_done()
 
-    def _planned(self, namespace: str, offer: Offer, start: int, stop: int) -> StoredSegment:
+    def _new_segment(self, namespace: str, offer: Offer, start: int, stop: int) -> StoredSegment:
         info = SegmentInfo(
             segment_id=uuid.uuid4().hex,
             identity=self._identity,
@@ -309,7 +314,9 @@ class SegmentWrites:
         )
         return StoredSegment(info, info.layout().file_bytes, SegmentState.PENDING)
 
-    def _begin(self, segment: StoredSegment, offer: Offer, unremoved: frozenset[str]) -> None:
+    def _begin(
+        self, segment: StoredSegment, offer: Offer, blocked_removals: frozenset[str]
+    ) -> None:
         info = segment.info
         self._quota.budget.spend(segment.file_bytes)
         self._quota.pending_bytes += segment.file_bytes
@@ -323,7 +330,12 @@ class SegmentWrites:
             energy = functools.partial(self._disk.meter.energy, queries=offer.queries)
             coding = self._codec.rule(info.prefix_len, energy, alone=not self._shape.exact)
         future = self._worker.submit(
-            self._worker.write, segment, read_first, coding, unremoved, lambda: not segment.lost
+            self._worker.write,
+            segment,
+            read_first,
+            coding,
+            blocked_removals,
+            lambda: not segment.lost,
         )
         self._writes.append(_Write(segment, offer, future))
 
@@ -342,20 +354,22 @@ class SegmentWrites:
             # An estimate until the next measurement.
             self._health.free_bytes -= segment.file_bytes
             segment.state = SegmentState.READY
-            self._disk.places.note_stored(segment)
+            self._disk.unattached.on_attached(segment)
             if self._disk.bucket is not None:
-                self._disk.bucket.stored(segment)
+                self._disk.bucket.on_stored(segment)
             self.stats.segments_written += 1
             self.stats.bytes_written += segment.file_bytes
             if self._disk.meter.has_news:
-                self._worker.submit(lambda: self._worker.keep(CODING, self._disk.meter.dump()))
+                self._worker.submit(
+                    lambda: self._worker.put_small_file(CODING, self._disk.meter.dump())
+                )
             return
         self._worker.delete({segment.segment_id: segment.file_bytes})
         if isinstance(error, NotCodable):
             # Only the end is recorded: prompts with the same beginning may have codes.
             tokens = segment.prompt()
             end = max(segment.info.prefix_len, len(tokens) - BLOCK_TOKENS)
-            self.miss_log.note_tokens(segment.info.namespace, tokens, MissCause.NOT_CODABLE, end)
+            self.miss_log.record_tokens(segment.info.namespace, tokens, MissCause.NOT_CODABLE, end)
         if isinstance(error, WriteAbandoned):
             self.stats.segments_abandoned += 1
         else:
@@ -367,57 +381,57 @@ class SegmentWrites:
 
     def _take_fetched(self, bucket: BucketPeer) -> None:
         """Take over a file that was moved into the store, and start to move the next one."""
-        if self._moving is not None:
-            info, moving = self._moving
+        if self._adoption is not None:
+            info, moving = self._adoption
             if not moving.done():
                 return
-            self._moving = None
+            self._adoption = None
             size, self._quota.adopting_bytes = self._quota.adopting_bytes, 0
-            segment = self._far(info)
+            segment = self._find_in_bucket(info)
             if (error := moving.exception()) is not None:
-                self._health.failed("a segment could not be kept", error, reading=False)
+                self._health.report_failure("a segment could not be kept", error, reading=False)
             elif segment is None:
                 # Purged meanwhile.
                 self._worker.delete({info.segment_id: size})
             else:
                 self._tree.replace(segment, info, size)
                 self._quota.budget.spend(size)
-                bucket.stored(segment, send=False)
-        if not bucket.whole:
+                bucket.on_stored(segment, upload=False)
+        if not bucket.completed:
             return
-        whole = bucket.whole.popleft()
-        whole.leaves, info = True, whole.info
-        segment, victims = self._far(info), None
-        if segment is not None and self.are_taken:
-            file = segment.apart(file_bytes=whole.size)
-            place = info.namespace, segment.prompt()
-            keep = self._tree.match(*place, least=info.quality, only_ready=False)
+        completed = bucket.completed.popleft()
+        completed.is_adopted, info = True, completed.info
+        segment, victims = self._find_in_bucket(info), None
+        if segment is not None and self.accepts:
+            file = segment.detached_copy(file_bytes=completed.size)
+            key = info.namespace, segment.prompt()
+            keep = self._tree.match(*key, min_quality=info.quality, only_ready=False)
             victims = self._quota.make_room(file, keep)
         if victims is None:
-            self._worker.submit(bucket.files.end, whole)
+            self._worker.submit(bucket.files.end, completed)
             return
         self.discard(victims, MissCause.EVICTED)
         self._quota.adopting_bytes = file.file_bytes
         adopt = functools.partial(self._worker.adopt, file)
-        self._moving = info, self._worker.submit(bucket.files.end, whole, adopt)
+        self._adoption = info, self._worker.submit(bucket.files.end, completed, adopt)
 
-    def _far(self, info: SegmentInfo) -> StoredSegment | None:
+    def _find_in_bucket(self, info: SegmentInfo) -> StoredSegment | None:
         """Return a segment of the tree if only the bucket has it and it can be read."""
         segment = self._tree.get(info.segment_id)
-        far = segment is not None and segment.ready and self._disk.only_in_bucket(segment)
-        return segment if far else None
+        is_readable = segment is not None and segment.ready and self._disk.only_in_bucket(segment)
+        return segment if is_readable else None
 
 
-def _missing(known: StoredMatch, offer: Offer) -> tuple[int, int]:
+def _missing_range(match: StoredMatch, offer: Offer) -> tuple[int, int]:
     """Return the first tokens of an offer that are not stored, [start, stop): those of consecutive
     tombstones, or those after the match. Empty if the tombstones have another quality."""
-    lost = [span.segment.state is SegmentState.LOST for span in known.spans]
+    lost = [span.segment.state is SegmentState.LOST for span in match.spans]
     if True not in lost:
-        return known.num_tokens, len(offer.tokens)
+        return match.num_tokens, len(offer.tokens)
     first = lost.index(True)
-    start = stop = sum(map(len, known.spans[:first]))
-    for span, hole in zip(known.spans[first:], lost[first:], strict=True):
-        if not hole or span.segment.info.quality != offer.quality:
+    start = stop = sum(map(len, match.spans[:first]))
+    for span, tombstone in zip(match.spans[first:], lost[first:], strict=True):
+        if not tombstone or span.segment.info.quality != offer.quality:
             return start, stop
         stop += len(span)
     return start, len(offer.tokens)

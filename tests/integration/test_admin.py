@@ -41,7 +41,7 @@ def make_old(world: World) -> None:
     order = world.service.store.tree.order
     for segment in world.service.store.tree.segments():
         segment.written = 1.0
-    order._due = [(1.0, number, segment) for _, number, segment in order._due]
+    order._expiring = [(1.0, number, segment) for _, number, segment in order._expiring]
 
 
 def test_a_purged_prefix_is_nowhere(world: World) -> None:

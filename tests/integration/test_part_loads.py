@@ -178,8 +178,8 @@ def test_how_much_is_loaded_if_reading_takes_a_second_per_byte(
     """And `computing` that share of the seconds to read all; auto gives up tokens only for that."""
     service = world.service
     match = world.cache.planner.match(namespace_text(None, None), as_tokens(STORED), EXACT)
-    seconds = service.store.segments.bytes_to_read(match.spans, codes=False) * computing
-    monkeypatch.setattr(service.store.segments, "seconds_to_read", lambda count: count)
+    seconds = service.store.readers.bytes_to_read(match.spans, codes=False) * computing
+    monkeypatch.setattr(service.store.readers, "seconds_to_read", lambda count: count)
     monkeypatch.setattr(service.estimator.computing, "seconds", lambda new, pairs: seconds)
     monkeypatch.setattr(service.estimator.computing, "bound", lambda new, pairs: (seconds, True))
     service.config = dataclasses.replace(service.config, **config)

@@ -139,13 +139,13 @@ def test_the_next_store_has_the_memory_of_the_last(
         raise AssertionError("memory was allocated again")
 
     before = world.service.store.cache
-    pages, pool = before.pages, world.service._memory.pool
+    pages, pool = before.pages, world.service._memory.buffers
     ids = before.placement.attach(chunk_pages(SegmentLayout(SHAPE, 8, 16, 4096), codes=False))
     before.placement.access(np.array([ids]), np.ones(1))
     monkeypatch.setattr(StoreMemory, "allocate", refuse)
     assert world.call("update_weights_from_disk").success and world.used()
     after = world.service.store.cache
-    assert after.pages is pages and world.service._memory.pool is pool
+    assert after.pages is pages and world.service._memory.buffers is pool
     assert after.summary()["device"]["chunks"] == after.summary()["host"]["chunks"] == 0
     assert not before.pages, "the old store could still read them"
 

@@ -156,7 +156,7 @@ def test_what_was_blended_is_stored_with_a_mark(world: TreeWorld) -> None:
 
     def stored(least: Quality) -> int:
         tokens, store = as_tokens([*PROMPT, 5]), world.service.store
-        return int(store.match(namespace_text(None, None), tokens, least=least).num_tokens)
+        return int(store.match(namespace_text(None, None), tokens, min_quality=least).num_tokens)
 
     assert stored(Quality(1, 6.0, 0.25)) == whole
     better = EXACT, Quality(1, 6.0), Quality(1, 6.0, 0.5), Quality(1, 8.0, 0.25)

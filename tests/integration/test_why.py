@@ -111,8 +111,8 @@ def unreadable(*_: Any, **__: Any) -> None:
 SET: tuple[tuple[Callable[[World], object], str, object, Reason, str], ...] = (
     (the_segment, "state", SegmentState.PENDING, Reason.BEING_WRITTEN, ""),
     (the_segment, "state", SegmentState.SUSPECT, Reason.DAMAGED, ""),
-    (lambda world: world.service.store._memory.pool, "limit_bytes", 1, Reason.NO_BUFFERS, ""),
-    (lambda world: world.service.store.segments, "open", unreadable, Reason.NOT_OPENED, ""),
+    (lambda world: world.service.store._memory.buffers, "limit_bytes", 1, Reason.NO_BUFFERS, ""),
+    (lambda world: world.service.store.readers, "open", unreadable, Reason.NOT_OPENED, ""),
     (lambda world: world.service, "aside", "a test", Reason.OTHER_WEIGHTS, ": a test."),
     (
         lambda _: request_tracker,
@@ -149,7 +149,7 @@ def test_what_is_not_exact_enough(world: World, stored: StoredSegment) -> None:
 
 @pytest.mark.usefixtures("stored")
 def test_a_disk_that_does_not_answer(world: World) -> None:
-    world.service.store.health.failed("a test", OSError("no"), reading=True)
+    world.service.store.health.report_failure("a test", OSError("no"), reading=True)
     assert admitted(world)["reason"] == Reason.DEGRADED
 
 
@@ -162,7 +162,7 @@ def test_what_is_computed_faster(
     world: World, monkeypatch: pytest.MonkeyPatch, tokens: int, reason: Reason
 ) -> None:
     world.service.estimator.computing.observe(tokens, tokens * 10, 1e-9)
-    monkeypatch.setattr(type(world.service.store.segments), "seconds_to_read", lambda *_: 9.0)
+    monkeypatch.setattr(type(world.service.store.readers), "seconds_to_read", lambda *_: 9.0)
     assert admitted(world)["reason"] == reason
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bench.core.object_store import BUCKET, Proxy, credentials, seaweed, weed
-from impress_sglang.store.peers import LOOK_SECONDS
+from impress_sglang.store.peers import POLL_SECONDS
 from tests.serving.compare import assert_as_stock
 from tests.serving.conftest import Serve, long
 from tests.serving.harness import Server
@@ -47,7 +47,7 @@ def test_three_lives_on_one_bucket(
         wait_until(lambda: bool(server.stored(prompt)) == stored, 60)
         if ranks > 1:
             # The other one hears of it when it looks.
-            time.sleep(2 * LOOK_SECONDS)
+            time.sleep(2 * POLL_SECONDS)
 
     def objects() -> int:
         return int(first.stats()["store"]["bucket"]["sent"])

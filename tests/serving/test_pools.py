@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from impress_sglang.store.peers import LOOK_SECONDS
+from impress_sglang.store.peers import POLL_SECONDS
 from tests.serving.compare import Answer, assert_same, paths, report
 from tests.serving.conftest import Serve, long
 from tests.serving.damage import segments, store_damaged
@@ -46,7 +46,7 @@ def assert_comes_back(
     def heard() -> None:
         if shared:
             # By the rank that reads what the first one wrote.
-            time.sleep(2 * LOOK_SECONDS)
+            time.sleep(2 * POLL_SECONDS)
             server.stats()
 
     told = []

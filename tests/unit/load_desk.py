@@ -118,7 +118,7 @@ class Desk:
         assert self.loader.close(20.0)
         names = [segment.segment_id for segment in self.store.tree.segments()]
         # Reads that were in flight when the last job ended are taken in by a poll.
-        wait_until(lambda: self.store.poll() or not any(map(self.store.segments.is_open, names)))
+        wait_until(lambda: self.store.poll() or not any(map(self.store.readers.is_open, names)))
         self.bench.close_all()
 
 

@@ -29,10 +29,10 @@ def check_store(store: PrefixStore) -> None:
     assert sum(s.state is SegmentState.SUSPECT for s in segments) == len(store.health.suspects)
     names = {s.segment_id for s in segments if s.on_disk}
     # The loader's thread opens and closes files meanwhile.
-    with store.segments._lock:
-        opened = store.segments._open
+    with store.readers._lock:
+        opened = store.readers._open
         assert all(segment.readers > 0 for segment in opened.values())
-        assert store.segments._ids.keys() <= names | opened.keys()
+        assert store.readers._ids.keys() <= names | opened.keys()
     check_placement(store.cache.placement)
 
 
@@ -81,7 +81,7 @@ def check_tree(tree: StoredTree) -> None:
     assert Counter(found) == Counter(segments)
     for segment in segments:
         held[segment.info.namespace] += segment.file_bytes
-    assert dict(tree.held) == {name: count for name, count in held.items() if count}
+    assert dict(tree.bytes_by_namespace) == {name: count for name, count in held.items() if count}
     assert tree.file_bytes == sum(held.values())
     check_order(tree.order, [segment for segment in segments if not segment.lost])
     dependents = Counter((segment.parent, segment.level) for segment in segments)
@@ -119,7 +119,7 @@ def check_content(index: ContentIndex) -> None:
     assert len(counted) == len(index._segments)
     for segment, keys in counted:
         windows = segment.info.namespace, segment.info.tokens, WINDOW_TOKENS
-        assert np.array_equal(keys, index._hashes.all_windows(*windows)[::WINDOW_TOKENS])
+        assert np.array_equal(keys, index._hashes.rolling_windows(*windows)[::WINDOW_TOKENS])
         there.update(_values(segment, keys))
     more = [(value, key) for key, keyed in index._more.items() for value in keyed]
     found = [*((value, key) for key, value in index._first.items()), *more]

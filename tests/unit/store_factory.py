@@ -238,7 +238,7 @@ def gb(num_bytes: int) -> float:
 def look_up(
     store: PrefixStore, tokens: Sequence[int], namespace: str = "", *, quality: Quality = EXACT
 ) -> StoredMatch:
-    return store.match(namespace, kv.as_tokens(tokens), least=quality)
+    return store.match(namespace, kv.as_tokens(tokens), min_quality=quality)
 
 
 def length(store: PrefixStore, tokens: Sequence[int], **options: Any) -> int:
@@ -315,7 +315,7 @@ def lose(bench: Workbench, store: PrefixStore, segment_id: str, *, gone: bool = 
 def purge(store: PrefixStore, tokens: Sequence[int], namespace: str = "") -> None:
     """All that begins with these tokens."""
     order = Purge(store.namespace(namespace), kv.as_tokens(tokens))
-    while order.left:
+    while order.unfinished:
         order.step(store)
 
 
@@ -327,7 +327,7 @@ def check_index(store: PrefixStore) -> None:
         indexed = store.worker.submit(store.worker.journal.segments).result()
         # An extra row is that of a file that could not be removed, which was logged.
         for segment in store.tree.segments():
-            if segment.on_disk and segment.home is None:
+            if segment.on_disk and segment.foreign_dir is None:
                 assert indexed[segment.segment_id].file_bytes == segment.file_bytes
 
 

@@ -131,7 +131,7 @@ class StoreHistory(RuleBasedStateMachine):
         self.held_rewrite: tuple[Callable[[], Future[Any]], Future[Any]] | None = None
         self.run_rewrite = self.store._rewriter.submit
         mock.patch.object(self.store._rewriter, "submit", self.hold_rewrite).start()
-        self.store._memory.pool.limit_bytes = ROOM_BYTES
+        self.store._memory.buffers.limit_bytes = ROOM_BYTES
         self.waiting: list[PartSource] = []
         self.learn_names()
 
@@ -208,7 +208,7 @@ class StoreHistory(RuleBasedStateMachine):
         self.waiting = [other for other in self.waiting if other is not source]
         self.store.close_source(source)
         wait_until(lambda: not source.is_reading)
-        self.store.segments.settle()
+        self.store.readers.release_closed()
 
     def teardown(self) -> None:
         if hasattr(self, "store"):
@@ -256,8 +256,8 @@ class StoreHistory(RuleBasedStateMachine):
             ),
         )
         left = self.learn_names()
-        expected = StoreOutcome.ACCEPTED if start < stop else StoreOutcome.UNREACHABLE
-        expected = StoreOutcome.KNOWN if start == len(tokens) else expected
+        expected = StoreOutcome.ACCEPTED if start < stop else StoreOutcome.PREFIX_MISSING
+        expected = StoreOutcome.ALREADY_STORED if start == len(tokens) else expected
         no_space = self.tight and outcome is StoreOutcome.NO_SPACE
         assert outcome is (StoreOutcome.NO_SPACE if no_space else expected)
         if outcome is StoreOutcome.ACCEPTED:
@@ -304,7 +304,7 @@ class StoreHistory(RuleBasedStateMachine):
         stored = self.model.follow(namespace, tokens, min_quality)
         path = self.model.held_part(namespace, stored, ready=True)
 
-        match = self.store.match(namespace, kv.as_tokens(tokens), least=min_quality)
+        match = self.store.match(namespace, kv.as_tokens(tokens), min_quality=min_quality)
         self.learn_names()
 
         assert match.num_tokens == len(path)
@@ -314,7 +314,7 @@ class StoreHistory(RuleBasedStateMachine):
         start = data.draw(st.integers(0, len(path) - 1))
         spans = match.slice(start, len(path))
         part = self.store.expected_bytes(spans, 0.1)
-        whole = self.store.segments.bytes_to_read(spans, codes=False)
+        whole = self.store.readers.bytes_to_read(spans, codes=False)
         source = self.store.open_part(match, start, len(path), whole=data.draw(st.booleans()))
         # In proportion to the tokens of the spans, and so by no more than rounding too much.
         layer_bytes = source.layer_bytes * self.shape.num_layers

@@ -102,7 +102,7 @@ class Desk(load_desk.Desk):
         return plan
 
     def reading_takes(self, seconds: float) -> None:
-        segments: Any = self.store.segments
+        segments: Any = self.store.readers
         segments.seconds_to_read = lambda num_bytes: seconds
 
     def passes_take(self, seconds: float, times: int = 8) -> None:

@@ -94,12 +94,12 @@ class World:
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Faults:
     faults = Faults()
     monkeypatch.setattr("impress_sglang.store.disk.open_bucket", lambda config: faults)
-    monkeypatch.setattr(peer_module, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(peer_module, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(peer_module, "GRACE_SECONDS", 0.2)
-    monkeypatch.setattr(peer_module, "_LOOK_SHARE", 1.0)
+    monkeypatch.setattr(peer_module, "_MAX_LIST_SHARE", 1.0)
     monkeypatch.setattr(bucket_module, "IDLE_SECONDS", 0.02)
-    monkeypatch.setattr("impress_sglang.store.unattached._AGAIN_SECONDS", 0.01)
-    monkeypatch.setattr("impress_sglang.store.store.REST_SECONDS", 0.5)
+    monkeypatch.setattr("impress_sglang.store.unattached._RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("impress_sglang.store.store.RETRY_SECONDS", 0.5)
     return faults
 
 
@@ -125,7 +125,10 @@ def until_listed(store: PartStore, count: int) -> None:
 
 def until_kept(store: PartStore, count: int) -> None:
     """So many files are in its own directory."""
-    until(store, lambda: sum(segment.home is None for segment in store.tree.segments()) == count)
+    until(
+        store,
+        lambda: sum(segment.foreign_dir is None for segment in store.tree.segments()) == count,
+    )
 
 
 def test_what_one_stores_others_find_and_keep(world: World, bucket: Faults) -> None:
@@ -138,7 +141,7 @@ def test_what_one_stores_others_find_and_keep(world: World, bucket: Faults) -> N
     assert second.summary()["used_bytes"] == 0 == length(second, prompt(2))
     check_rows(second, prompt(1, 40))
     check_rows(second, prompt(2), namespace="salt")
-    assert world.benches["b"].offer(second, prompt(1, 40)) is StoreOutcome.KNOWN
+    assert world.benches["b"].offer(second, prompt(1, 40)) is StoreOutcome.ALREADY_STORED
     # What was read is kept, and needs the bucket no more; what builds on it goes back there.
     until_kept(second, 3)
     bucket.counts.clear()
@@ -163,7 +166,7 @@ def test_ranges_are_fetched_together_and_each_once(
     until_found(second, tokens)
     (segment,) = second.tree.segments()
     # That reads the header alone.
-    second.segments.acquire(segment)
+    second.readers.acquire(segment)
     bucket.counts["get_range"] = 0
 
     def wait_for_others(what: str, name: str) -> bool:
@@ -173,7 +176,7 @@ def test_ranges_are_fetched_together_and_each_once(
 
     bucket.fails = wait_for_others
     check_rows(second, tokens)
-    second.segments.release(segment.segment_id)
+    second.readers.release(segment.segment_id)
     assert 3 < bucket.counts["get_range"] <= -(-segment.info.layout().file_bytes // 4096)
 
 
@@ -193,7 +196,7 @@ def test_a_lost_directory_a_restart_and_a_lost_key(world: World, bucket: Faults)
     # With segments of its own a server starts without the bucket; a new directory has no key.
     alone = world.open("a")
     check_rows(alone, prompt(1, 40))
-    kept = sorted(s.written for s in alone.tree.segments() if s.home is None)
+    kept = sorted(s.written for s in alone.tree.segments() if s.foreign_dir is None)
     assert kept == pytest.approx(written, abs=1e-3), "as old as they were"
     world.put("a", alone, prompt(5))
     with pytest.raises(ConfigError, match="s3://bucket/prefix cannot be used"):
@@ -222,11 +225,11 @@ def test_the_same_is_there_once_and_stands_for_what_is_evicted(
     bucket.fails = lambda what, name: False
     for store in (first, second):
         until_listed(store, 3)
-        until(store, lambda store=store: len(store._disk.bucket._known) == 3)
+        until(store, lambda store=store: len(store._disk.bucket._segments) == 3)
         store.writes.discard([next(iter(store.tree.order))], MissCause.EVICTED)
         until_found(store, prompt(1, 40))
         far, above, other = store.tree.order
-        assert far.home and (above.info.num_tokens, other.info.num_tokens) == (13, 8)
+        assert far.foreign_dir and (above.info.num_tokens, other.info.num_tokens) == (13, 8)
         check_rows(store, prompt(1, 40))
         until_kept(store, 3)
     assert len(bucket.segments) == 3
@@ -297,7 +300,7 @@ def test_expired_objects_go_after_a_while(
     world.put("a", first, prompt(1), ttl=1000.0)
     until_found(second, prompt(1))
     (segment,) = second.tree.segments()
-    opened = second.segments.acquire(segment)
+    opened = second.readers.acquire(segment)
     later = time.time() + 1001
     monkeypatch.setattr("time.time", lambda: later)
     for store in (first, second):
@@ -305,7 +308,7 @@ def test_expired_objects_go_after_a_while(
     lists = bucket.counts["list"] + 10
     until(first, lambda: bucket.counts["list"] > lists)
     opened.check_all()
-    second.segments.release(segment.segment_id)
+    second.readers.release(segment.segment_id)
     monkeypatch.setattr(peer_module, "GRACE_SECONDS", 0.0)
     until(second, lambda: not bucket.segments)
 
@@ -322,7 +325,7 @@ def test_an_object_that_is_damaged_or_gone_is_a_miss(
     name = peer.name_of(span.segment.info)
     # Reading finds it before a list does.
     with monkeypatch.context() as patch:
-        patch.setattr(peer, "look", lambda: None)
+        patch.setattr(peer, "poll", lambda: None)
         content = bytearray(obstore.get(bucket._store, name).bytes())
         content[-4096] ^= 1
         obstore.delete(bucket._store, bucket.segments)

@@ -21,7 +21,7 @@ from impress_sglang.serving.prefix_frequency import (
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store import content
-from impress_sglang.store.content import SAME_WINDOWS, WINDOW_TOKENS, ContentIndex, Run
+from impress_sglang.store.content import MAX_EQUAL_WINDOWS, WINDOW_TOKENS, ContentIndex, Run
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, PrefixHashes
 from impress_sglang.store.stored import SegmentState, StoredSegment
 from tests.unit.kv_factory import as_tokens, make_shape, stored_segment
@@ -82,7 +82,7 @@ def test_what_is_never_found(namespace: str, quality: Quality, state: SegmentSta
 
 def test_equal_hashes_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """All windows of all texts have one key: only tokens tell them apart."""
-    for name in ("all_windows", "apart_windows"):
+    for name in ("rolling_windows", "block_windows"):
         hashes = getattr(PrefixHashes, name)
         monkeypatch.setattr(PrefixHashes, name, lambda *how, hashes=hashes: 0 * hashes(*how))
     index = index_of(stored_segment("s", text(1, 200)))
@@ -173,7 +173,7 @@ def test_what_a_search_does_is_linear(
     index = index_of(*(stored_segment(f"s{n}", [3] * length, state=state) for n in range(6)))
     found = find(index, as_tokens([3] * 20_000))
     assert bool(found) == (state is SegmentState.READY)
-    assert sum(call.result + 1 for call in compared) <= 2 * SAME_WINDOWS * 20_000
+    assert sum(call.result + 1 for call in compared) <= 2 * MAX_EQUAL_WINDOWS * 20_000
     assert len(looked) <= 20_000 // WINDOW_TOKENS + WINDOW_TOKENS + 1
 
 

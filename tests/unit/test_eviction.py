@@ -121,7 +121,7 @@ class History:
     def of_prompt(self, verb: str, name: str) -> None:
         sign, tenant, tokens = parsed(name)
         place = self.store.namespace(tenant), as_tokens(tokens)
-        refusals = {"refused": StoreOutcome.NO_SPACE, "known": StoreOutcome.KNOWN}
+        refusals = {"refused": StoreOutcome.NO_SPACE, "known": StoreOutcome.ALREADY_STORED}
         if verb in ("put", "brief"):
             options = {"namespace": tenant, "priority": SIGNS[sign]}
             self.bench.put(self.store, tokens, ttl=10 * (verb == "brief"), **options)
@@ -140,7 +140,7 @@ class History:
 
     def of_match(self, verb: str, name: str, match: StoredMatch) -> None:
         if verb == "wait":
-            self.lookahead.wait(name, match.spans)
+            self.lookahead.set_expected(name, match.spans)
         elif verb in ("lose", "miss"):
             segment = match.spans[-1].segment
             stores.lose(self.bench, self.store, segment.segment_id, gone=verb == "miss")

@@ -35,7 +35,7 @@ class World:
             STEPS[step](self)
         elif step in VERDICTS:
             assert self.suspect is not None
-            self.health.looked(self.suspect, Verdict(step))
+            self.health.on_looked(self.suspect, Verdict(step))
         else:
             self.clock.now += float(step)
         self.due = [name for task in self.health.due() for name in self.begun(task)]
@@ -45,19 +45,19 @@ class World:
             self.suspect = task
             return ["look"]
         if task is DiskTask.MEASURE and self.measures:
-            self.health.measured(7)
+            self.health.on_measured(7)
         return [] if task is DiskTask.MEASURE else ["probe"]
 
 
 STEPS: dict[str, Callable[[World], object]] = {
-    "write fails": lambda w: w.health.failed("a write", ERROR, reading=False),
-    "read fails": lambda w: w.health.failed("a read", ERROR, reading=True),
-    "well": lambda w: w.health.probed(None, readable=True),
-    "reads": lambda w: w.health.probed(ERROR, readable=True),
-    "dead": lambda w: w.health.probed(ERROR, readable=False),
+    "write fails": lambda w: w.health.report_failure("a write", ERROR, reading=False),
+    "read fails": lambda w: w.health.report_failure("a read", ERROR, reading=True),
+    "well": lambda w: w.health.on_probed(None, readable=True),
+    "reads": lambda w: w.health.on_probed(ERROR, readable=True),
+    "dead": lambda w: w.health.on_probed(ERROR, readable=False),
     "measuring hangs": lambda w: setattr(w, "measures", False),
-    "measured": lambda w: w.health.measured(9),
-    "measuring fails": lambda w: w.health.measured(ERROR),
+    "measured": lambda w: w.health.on_measured(9),
+    "measuring fails": lambda w: w.health.on_measured(ERROR),
     "suspect": lambda w: w.health.suspect(w.segment),
     "evicted": lambda w: w.health.suspects.clear(),
 }

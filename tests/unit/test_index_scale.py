@@ -59,23 +59,20 @@ def conversations(count: int) -> tuple[list[StoredSegment], dict[str, str]]:
     return segments, parents
 
 
-def restored(segments: list[StoredSegment], parents: dict[str, str]) -> StoredTree:
-    """Each below its parent, whatever the index says of that."""
-    tree = StoredTree()
-    assert UnattachedSegments(tree).restore(segments) == ([], [])
-    check_tree(tree)
-    found = {s.segment_id: s.parent.segment_id if s.parent else "" for s in segments}
-    assert found == parents
-    return tree
-
-
 def test_a_start_without_the_index_looks_at_each_token_a_few_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each segment is digested once more, in pieces; it was each path, once per known length."""
-    digests = calls_of(monkeypatch, unattached, "extended")
+    digests = calls_of(monkeypatch, unattached, "extend_digest")
     segments, parents = conversations(200)
-    restored(segments, parents)
+    tree = StoredTree()
+
+    assert UnattachedSegments(tree).restore(segments) == ([], [])
+
+    check_tree(tree)
+    assert {s.segment_id: s.parent.segment_id for s in segments if s.parent is not None} == {
+        name: above for name, above in parents.items() if above
+    }
     paths = sum(s.info.prefix_len for s in segments)
     num_digested = sum(len(tokens) for (_, tokens), _ in digests)
     assert num_digested <= sum(s.info.num_tokens for s in segments) + paths
@@ -85,7 +82,7 @@ def test_a_chain_without_its_head_is_walked_once(monkeypatch: pytest.MonkeyPatch
     segments, prefix = [], [1]
     for turn in range(30):
         segments.append(stored_segment(f"{turn:02}", [turn, turn + 1], prefix))
-        segments[-1].above = f"{turn - 1:02}"
+        segments[-1].parent_hint = f"{turn - 1:02}"
         prefix = [*prefix, turn, turn + 1]
     walks = calls_of(monkeypatch, UnattachedSegments, "_tokens_before")
 
@@ -98,17 +95,28 @@ def test_a_chain_without_its_head_is_walked_once(monkeypatch: pytest.MonkeyPatch
 def test_a_wrong_parent_in_the_index_costs_nothing(wrong: str) -> None:
     """A bit that flips must not lend KVs to other tokens, nor cost a file."""
     segments, parents = conversations(4)
+    tree = StoredTree()
     names = ("00002-2", "00001-3", "00003-0")
     for segment in segments:
-        segment.above = wrong if segment.segment_id in names else parents[segment.segment_id]
-    restored(segments, parents)
+        segment.parent_hint = wrong if segment.segment_id in names else parents[segment.segment_id]
+
+    assert UnattachedSegments(tree).restore(segments) == ([], [])
+
+    check_tree(tree)
+    assert tree.get("00002-2").parent is tree.get("00002-1")  # type: ignore[union-attr]
+    assert tree.get("00001-3").parent is tree.get("00001-2")  # type: ignore[union-attr]
 
 
 def test_the_order_of_use_is_that_of_before() -> None:
-    segments, parents = conversations(3)
+    segments, _ = conversations(3)
     for segment, last_access in zip(segments, [5, 9, 2, 2, 2, *[3] * 10], strict=True):
         segment.last_access = last_access
-    names = [segment.segment_id for segment in restored(segments, parents).order]
+
+    tree = StoredTree()
+    assert UnattachedSegments(tree).restore(segments) == ([], [])
+
+    check_tree(tree)
+    names = [segment.segment_id for segment in tree.order]
     assert names[:3] == ["00000-4", "00000-3", "00000-2"], "what builds on others goes first"
     assert names[-2:] == ["00000-1", "00000-0"], "a use is one of all that it builds on"
     assert segments[0].last_access == 9
@@ -130,7 +138,7 @@ def test_python_looks_for_no_garbage_in_a_large_index(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But what is garbage before its start is let go."""
-    monkeypatch.setattr(disk_module, "_MANY", 1)
+    monkeypatch.setattr(disk_module, "_MANY_SEGMENTS", 1)
     # What there is already need not be looked through.
     gc.freeze()
     store = three_prefixes(bench)
@@ -152,7 +160,7 @@ def test_a_match_passes_a_segment_in_one_step(monkeypatch: pytest.MonkeyPatch) -
     for left in range(1, 200):
         assert tree.attach(stored_segment(f"left {left}", [1000], tokens[:left]), long)
     check_tree(tree)
-    steps = calls_of(monkeypatch, tree_module, "_choices")
+    steps = calls_of(monkeypatch, tree_module, "_children_for")
 
     for common in (1, 2, 100, 199):
         for end in ([], [1000], [2000]):
@@ -187,13 +195,13 @@ def test_states_are_found_without_a_look_at_each_place(monkeypatch: pytest.Monke
     looked = calls_of(monkeypatch, tree_module, "_state_at")
 
     assert (
-        list(tree.states_in(tree.match("", as_tokens(tokens))))
+        list(tree.state_positions(tree.match("", as_tokens(tokens))))
         == [*(left for left in range(700, 650, -1) if left % 5)][: 256 - 240]
     )
     assert len(looked) == 256
     looked.clear()
-    assert next(tree.states_in(tree.match("", as_tokens(tokens[:700])))) == 699
-    assert not list(tree.states_in(tree.match("", as_tokens(tokens[:650]))))
+    assert next(tree.state_positions(tree.match("", as_tokens(tokens[:700])))) == 699
+    assert not list(tree.state_positions(tree.match("", as_tokens(tokens[:650]))))
     assert len(looked) == 1
 
 
@@ -206,17 +214,17 @@ def test_of_requests_for_one_prefix_the_caches_are_told_once(
     check_rows(store, prompt(1))
     told = calls_of(monkeypatch, Placement, "expect")
     asked = calls_of(monkeypatch, LookAhead, "ranges")
-    lookahead.wait("0", look_up(store, prompt(1)).spans)
+    lookahead.set_expected("0", look_up(store, prompt(1)).spans)
     store.poll()
     once = len(told), len(asked)
     assert all(once)
 
     for number in range(20):
-        lookahead.wait(str(number), look_up(store, prompt(1)).spans)
+        lookahead.set_expected(str(number), look_up(store, prompt(1)).spans)
     store.poll()
     assert (len(told), len(asked)) == once
 
-    lookahead.order([str(number) for number in range(20)])
+    lookahead.set_queue([str(number) for number in range(20)])
     store.poll()
     assert (len(told), len(asked)) == (2 * once[0], 2 * once[1])
 
@@ -239,7 +247,7 @@ def test_room_is_made_without_a_look_at_each_namespace(bench: Workbench, limit: 
         bench.put_all(store, 1, 2, namespace=f"tenant {number}")
     limits = {"ssd_gb": gb(40 * bench.one), "namespace_gb": gb(limit * bench.one)}
     store = bench.reopen(store, **limits)
-    store.tree.held = held = Lookups(store.tree.held)
+    store.tree.bytes_by_namespace = held = Lookups(store.tree.bytes_by_namespace)
     held.names = Counter()
 
     for number in range(2):
@@ -258,7 +266,7 @@ class Room:
         # That looks at all segments.
         monkeypatch.setattr(store_factory, "check_store", lambda store: None)
         self._bench, self._store, self.passed = bench, store, 0
-        self.noted = calls_of(monkeypatch, EvictionOrder, "note")
+        self.noted = calls_of(monkeypatch, EvictionOrder, "count_use")
         search = EvictionOrder.of
 
         def of(order: EvictionOrder, namespace: str | None) -> Iterator[StoredSegment]:
@@ -314,13 +322,13 @@ def test_a_killed_process_has_told_what_was_used(bench: Workbench, store: Prefix
     name = name_of(store, prompt(1))
     assert index_of(bench)[name].hits == 0
 
-    store._disk._note_at = 0.0
+    store._disk._record_at = 0.0
     store.poll()
     store.worker.submit(int).result()
 
     assert index_of(bench)[name].hits == 1
     assert max(index_of(bench).values(), key=lambda row: row.last_access).info.segment_id == name
-    assert store._disk._note_at > 0.0
+    assert store._disk._record_at > 0.0
 
 
 @pytest.fixture
@@ -368,7 +376,7 @@ DAMAGE: dict[str, Callable[[PrefixStore, StoredSegment], object]] = {
     "a use": lambda _, s: setattr(s, "last_access", 10**6),
     "tokens": lambda _, s: object.__setattr__(s.info, "tokens", s.info.tokens + 1),
     "a parent": lambda _, s: setattr(s, "parent", None),
-    "a version": lambda store, s: store.segments.acquire(s).__setattr__("readers", 0),
+    "a version": lambda store, s: store.readers.acquire(s).__setattr__("readers", 0),
     "a cache": lambda store, _: store.cache.placement._caches.heaps.places.fill(0),
 }
 

@@ -39,7 +39,10 @@ def rows(*names: str) -> list[StoredSegment]:
 
 
 def state(found: dict[str, StoredSegment]) -> dict[str, tuple[Any, ...]]:
-    return {s.segment_id: (s.info.num_tokens, s.info.quality, *s.use[1:]) for s in found.values()}
+    return {
+        s.segment_id: (s.info.num_tokens, s.info.quality, *s.journal_usage[1:])
+        for s in found.values()
+    }
 
 
 @pytest.fixture
@@ -121,7 +124,7 @@ def test_too_many_changes_that_wait_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The next start finds these segments by their files."""
-    monkeypatch.setattr(journal_module, "_MOST_WAITING", 3)
+    monkeypatch.setattr(journal_module, "_MAX_PENDING_CHANGES", 3)
     journal.record(*rows("old"))
     with files.faults.injected(REFUSALS["torn"]):
         for name in "abcd":
@@ -187,7 +190,7 @@ def test_orders_to_purge_outlast_a_file_that_loses_them(
     started: str,
 ) -> None:
     """Whether this process or an earlier one has given them."""
-    monkeypatch.setattr(journal_module, "_MOST_WAITING", 0)
+    monkeypatch.setattr(journal_module, "_MAX_PENDING_CHANGES", 0)
     path, orders = tmp_path / "journal", [{"at": time.time() + number} for number in range(2)]
     journal = Journal(files, tmp_path)
     journal.record(*rows("a"), {"purge": orders[0]})

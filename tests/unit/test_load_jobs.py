@@ -218,13 +218,13 @@ class TestLoader:
         def fails(*_: object) -> None:
             raise ValueError("a bug")
 
-        segments = desk.store.segments
+        segments = desk.store.readers
         for owner, name in ((BufferPool, "_free_memory"), (desk.loader._layers, "_streams")):
             monkeypatch.setattr(owner, name, fails)
             job = desk.load(FIRST)
             monkeypatch.undo()
             assert job.state is JobState.FAILED and isinstance(job.error, ValueError)
-            wait_until(lambda: segments.settle() or not segments._open)
+            wait_until(lambda: segments.release_closed() or not segments._open)
             desk.check(desk.load(FIRST))
 
     def test_a_drive_that_hangs_ends_a_measurement(self, make: Make) -> None:
@@ -260,13 +260,15 @@ def test_the_scheduler_goes_on_meanwhile(make: Make, caches: str) -> None:
             if not match.num_tokens:
                 continue
             spans = match.spans
-            store.segments.can_read(spans, in_codes=True)
-            store.segments.bytes_to_read(spans, codes=False)
-            store.segments.bytes_to_read(spans, codes=True)
-            store.segments._lookahead.wait(str(chance.integers(4)), spans[: chance.integers(3)])
-            store.segments.expect()
+            store.readers.can_read(spans, in_codes=True)
+            store.readers.bytes_to_read(spans, codes=False)
+            store.readers.bytes_to_read(spans, codes=True)
+            store.readers._lookahead.set_expected(
+                str(chance.integers(4)), spans[: chance.integers(3)]
+            )
+            store.readers.update_expected()
             for span in spans:
-                store.segments.cached_bytes(span.segment.segment_id)
+                store.readers.cached_bytes(span.segment.segment_id)
             check_placement(store.cache.placement)
             store.summary()
             store.cache.summary()

@@ -37,20 +37,20 @@ def turns_in_order(lookahead: LookAhead, rids: Sequence[str]) -> list[int]:
 def test_a_queue_that_moves_on_keeps_its_turns() -> None:
     """So that nothing has to be told to the caches but what comes and goes."""
     lookahead = LookAhead()
-    lookahead.wait("b", spans((0, (0, 4))))
-    lookahead.order(["a", "b", "c"])
+    lookahead.set_expected("b", spans((0, (0, 4))))
+    lookahead.set_queue(["a", "b", "c"])
     assert lookahead.take_changed()
     turns = turns_in_order(lookahead, "abc")
     assert lookahead.turn("nobody") == LAST_TURN
 
-    lookahead.order(["b", "c", "d"])
+    lookahead.set_queue(["b", "c", "d"])
 
     assert [lookahead.turn(rid) for rid in "bc"] == turns[1:] and lookahead.turn("d") > turns[2]
     assert not lookahead.take_changed()
-    lookahead.order(queue := ["d", "new", "b", "c"])
+    lookahead.set_queue(queue := ["d", "new", "b", "c"])
     turns_in_order(lookahead, queue)
     assert not lookahead.take_changed()
-    lookahead.order(queue := ["d", "c", "b", "new"])
+    lookahead.set_queue(queue := ["d", "c", "b", "new"])
     turns_in_order(lookahead, queue)
     assert lookahead.take_changed() == {"a"}
 
@@ -58,27 +58,27 @@ def test_a_queue_that_moves_on_keeps_its_turns() -> None:
 def test_who_waits_behind_others_for_the_same_changes_nothing() -> None:
     """Until it has a turn, and only where nobody with the same tokens has an earlier one."""
     lookahead = LookAhead()
-    lookahead.wait("a", spans((0, (0, 4)), (1, (0, 4))))
-    lookahead.order(["a"])
+    lookahead.set_expected("a", spans((0, (0, 4)), (1, (0, 4))))
+    lookahead.set_queue(["a"])
     assert lookahead.take_changed() == {"a", "b"}
     known = lookahead.ranges("a")
-    lookahead.wait("b", spans((0, (0, 4)), (1, (0, 5))))
+    lookahead.set_expected("b", spans((0, (0, 4)), (1, (0, 5))))
     assert lookahead.take_changed() == {"b"} and lookahead.ranges("a") == known
-    lookahead.order(["b", "a"])
+    lookahead.set_queue(["b", "a"])
     lookahead.take_changed()
-    lookahead.wait("a", spans((0, (0, 5))))
+    lookahead.set_expected("a", spans((0, (0, 5))))
     lookahead.take_changed()
-    lookahead.wait("b", spans((0, (0, 5))))
+    lookahead.set_expected("b", spans((0, (0, 5))))
     assert lookahead.take_changed() == {"a", "b"}
     assert lookahead.ranges("a") == [(0, 5, lookahead.turn("b"))]
 
 
 def test_a_gap_between_turns_may_be_full() -> None:
     lookahead = LookAhead()
-    lookahead.order(["a", "z"])
+    lookahead.set_queue(["a", "z"])
     for number in range(3 * _GAP):
         queue = ["a", str(number), str(number - 1), "z"]
-        lookahead.order(queue)
+        lookahead.set_queue(queue)
         turns_in_order(lookahead, queue)
 
 
@@ -100,9 +100,9 @@ def test_the_next_turn_is_that_of_the_first_who_waits(steps: list[Any]) -> None:
             rid, ranges = step
             # Of a segment a request waits for one range.
             wanted[rid] = dict(ranges)
-            lookahead.wait(rid, spans(*wanted[rid].items()))
+            lookahead.set_expected(rid, spans(*wanted[rid].items()))
         else:
-            lookahead.order(step)
+            lookahead.set_queue(step)
             assert all(0 <= turn < LAST_TURN for turn in turns_in_order(lookahead, step))
             # Others have left the queue.
             wanted = {rid: ranges for rid, ranges in wanted.items() if rid in step}
@@ -132,7 +132,7 @@ def test_what_a_request_waits_for_stays_in_the_cache(tmp_path: Path, coded: bool
         match = look_up(store, prefix)
         assert match.num_tokens == len(prefix)
         if coded:
-            source = store.segments.open(match.spans, exact=False)
+            source = store.readers.open(match.spans, exact=False)
             for layer in range(bench.shape.num_layers):
                 source.read(layer)
         else:
@@ -147,7 +147,7 @@ def test_what_a_request_waits_for_stays_in_the_cache(tmp_path: Path, coded: bool
     for prefix in (wanted, popular):
         bench.put(store, prefix)
     whole = read(wanted)
-    lookahead.wait("waits", look_up(store, wanted).spans)
+    lookahead.set_expected("waits", look_up(store, wanted).spans)
     left = read(wanted)
     for _ in range(5):
         assert read(popular) == whole
@@ -157,7 +157,7 @@ def test_what_a_request_waits_for_stays_in_the_cache(tmp_path: Path, coded: bool
     for _ in range(9):
         left = read(popular)
     assert left < whole == read(wanted)
-    lookahead.wait("waits", look_up(store, wanted).spans)
+    lookahead.set_expected("waits", look_up(store, wanted).spans)
     store.poll()
     # What nobody has read since the start is in no table of the caches yet.
     store = bench.reopen(store, host_gb=gb(50 * 4096), **options)

@@ -142,8 +142,8 @@ def test_all_is_told_of_a_store_that_is_open(store: PrefixStore) -> None:
     assert world.value("cache_evicted_score", tier="device") is None
 
     for _ in range(2):
-        store.health.failed("a read", OSError("EIO"), reading=True)
-    store.health.probed(None, readable=True)
+        store.health.report_failure("a read", OSError("EIO"), reading=True)
+    store.health.on_probed(None, readable=True)
     store.stats.segments_purged, store.stats.segments_expired = 3, 4
     world.store = store.summary() | {"segments_suspect": 2}
     world.cache["device"] = TIER | {"evicted_score": 0.25}

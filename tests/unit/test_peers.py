@@ -20,7 +20,7 @@ from impress_sglang.store import peers as peers_module
 from impress_sglang.store import unattached as places_module
 from impress_sglang.store.journal import encode
 from impress_sglang.store.miss_log import MissCause
-from impress_sglang.store.store import REST_SECONDS
+from impress_sglang.store.store import RETRY_SECONDS
 from impress_sglang.store.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit.kv_factory import IDENTITY, as_tokens, flip_byte
@@ -45,9 +45,9 @@ from tests.unit.waiting import Clock
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks, and attempts to place segments, do not wait for each other."""
-    monkeypatch.setattr(peers_module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(peers_module, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(peers_module, "FOLDERS_SECONDS", 0.02)
-    monkeypatch.setattr(places_module, "_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(places_module, "_RETRY_SECONDS", 0.01)
 
 
 Two = tuple[PartStore, PartStore]
@@ -83,7 +83,7 @@ def test_what_one_stores_another_finds(bench: Workbench, two: Two) -> None:
         check_rows(store, prompt(2), namespace="salt")
         check_rows(store, prompt(3), quality=COARSE, rows_of=COARSE)
         assert length(store, prompt(2)) == length(store, prompt(3)) == 0
-        assert bench.offer(store, prompt(1, 60)) is StoreOutcome.KNOWN
+        assert bench.offer(store, prompt(1, 60)) is StoreOutcome.ALREADY_STORED
     used = [store.summary() for store in two]
     assert used[0]["used_bytes"] == used[1]["other_servers_bytes"]
     assert used[1]["used_bytes"] == used[0]["other_servers_bytes"] > 0
@@ -147,7 +147,7 @@ def test_a_file_that_another_has_lost_is_a_miss(bench: Workbench, two: Two, dama
     assert length(second, prompt(1, 40)) == 0 and second.health.state == "ok"
     assert path.exists() == (damage != "gone"), "it is not ours to move"
     for _ in range(3):
-        second._disk.peers.look()
+        second._disk.peers.poll()
         second.poll()
     check_store(second)
     assert lengths(second, 1, 2) == [0, 8], "it is not used again"
@@ -166,7 +166,7 @@ def test_a_file_of_another_that_cannot_be_read_now_is_used_later(
     bench.put(second, prompt(1, 40))
     second.report(StoreUnavailable(name_of(second, prompt(1, 13)), "a test"))
     assert length(second, prompt(1, 40)) == 0 and second.health.state == "ok"
-    clock.now += REST_SECONDS
+    clock.now += RETRY_SECONDS
     until_stored(second, prompt(1, 40))
     check_rows(second, prompt(1, 40))
 
@@ -182,7 +182,7 @@ def test_what_it_builds_on_may_be_there_by_another_name(bench: Workbench, two: T
     (span,) = look_up(first, prompt(1, 13)).spans
     first.writes.discard([span.segment], MissCause.DAMAGED)
     bench.put(first, prompt(1, 13))
-    third._disk.peers.look()
+    third._disk.peers.poll()
     until_stored(third, prompt(1, 40))
     check_rows(third, prompt(1, 40))
 
@@ -202,7 +202,7 @@ def test_damage_of_a_journal_costs_what_is_damaged(bench: Workbench, two: Two, t
     bench.kill(first)
     path = folder_of(first) / "journal"
     path.write_bytes(path.read_bytes() + tail)
-    second._disk.peers.look()
+    second._disk.peers.poll()
     assert lengths(second, 1) == [8]
     again = bench.open()
     bench.put(again, prompt(2))
@@ -277,7 +277,7 @@ def test_the_quota_is_that_of_the_directory(bench: Workbench) -> None:
 def test_room_comes_from_folders_without_a_server(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("impress_sglang.store.quota._LOCKED_SECONDS", 0.0)
+    monkeypatch.setattr("impress_sglang.store.quota._CHECK_SECONDS", 0.0)
     options = {"ssd_gb": gb(4 * bench.one)}
     first, second = bench.open(**options), bench.open(**options)
     bench.put_all(first, 1, 2)

@@ -171,21 +171,21 @@ class History:
                     # purged while its place was not known, is not.
                     (first,) = look_up(other, tokens).slice(found, found + 1)
                     info = first.segment.info
-                    assert info.segment_id in store.places._unwanted or found > info.prefix_len
+                    assert info.segment_id in store.unattached._banned or found > info.prefix_len
 
 
 def has(store: PartStore) -> list[list[int]]:
     """Prompts whose ends a server has in its own folder."""
     segments = store.tree.segments()
-    return [s.prompt().tolist() for s in segments if s.ready and s.home is None]
+    return [s.prompt().tolist() for s in segments if s.ready and s.foreign_dir is None]
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_histories(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # Who waits for something tries again at once, and a poll has time for all that is heard.
-    for name in ("unattached._AGAIN_SECONDS", "quota._LOCKED_SECONDS", "writing._ASK_SECONDS"):
+    for name in ("unattached._RETRY_SECONDS", "quota._CHECK_SECONDS", "writing._REQUEST_SECONDS"):
         monkeypatch.setattr(f"impress_sglang.store.{name}", 0.0)
-    for name in ("peers._MOST_SECONDS", "unattached._SEARCH_SECONDS"):
+    for name in ("peers._MAX_POLL_SECONDS", "unattached._MAX_SECONDS"):
         monkeypatch.setattr(f"impress_sglang.store.{name}", 10.0)
     history = History(tmp_path / "kv", seed)
     for _ in range(STEPS):
@@ -211,8 +211,8 @@ def two(bench: Workbench) -> tuple[PartStore, PartStore]:
 def hear(store: PartStore) -> None:
     """Look, and act on all that is new."""
     store._disk.peers._folders_at = 0.0
-    store._disk.peers.look()
-    while store._disk.peers.news or store._orders:
+    store._disk.peers.poll()
+    while store._disk.peers.events or store._orders:
         store.poll()
     store.poll()
     check_store(store)
@@ -286,13 +286,15 @@ def test_a_journal_that_is_made_anew_says_the_same(
         lines = path.read_bytes().splitlines(keepends=True)
         bad = journal_module.encode(json.dumps({"add": {}, "tokens": ""}).encode())
         path.write_bytes(b"".join([*lines[:2], bad, *lines[2:]]))
-        second._disk.peers.look()
+        second._disk.peers.poll()
         assert second._disk.peers.unreadable
     hear(second)
     assert lengths(second, 1, 2, 3) == [8, 0, 8]
     after = {segment.segment_id: segment for segment in second.tree.segments()}
     assert len(after) == 2 and all(before[name] is segment for name, segment in after.items())
-    assert not second.places._unplaced and second._disk.peers.num_bytes == first.tree.file_bytes
+    assert (
+        not second.unattached._unattached and second._disk.peers.num_bytes == first.tree.file_bytes
+    )
 
 
 def test_a_poll_takes_no_more_news_than_it_has_time_for(
@@ -300,15 +302,15 @@ def test_a_poll_takes_no_more_news_than_it_has_time_for(
 ) -> None:
     first, second = two
     bench.put_all(first, *range(1, 21))
-    second._disk.peers.look()
-    clock, hear_one = Clock(), second._hear
+    second._disk.peers.poll()
+    clock, hear_one = Clock(), second._take_event
     monkeypatch.setattr(peers_module, "time", SimpleNamespace(monotonic=clock))
 
     def slow(news: peers_module.PeerEvent) -> None:
         clock.now += 0.002
         hear_one(news)
 
-    monkeypatch.setattr(second, "_hear", slow)
+    monkeypatch.setattr(second, "_take_event", slow)
     second.poll()
     assert 0 < len(second.tree) < 10
     until(second, lambda: len(second.tree) == 20)
@@ -326,10 +328,10 @@ def test_room_is_found_without_passing_what_others_have_each_time(bench: Workben
     def finds_room() -> bool:
         # Whether a process serves the other folder is asked first.
         found = second.quota.make_room(segment, StoredMatch())
-        return found is not None and [evicted.home for evicted in found] == [None]
+        return found is not None and [evicted.foreign_dir for evicted in found] == [None]
 
     until(second, finds_room)
-    assert next(iter(second.tree.order)).home is None
+    assert next(iter(second.tree.order)).foreign_dir is None
 
 
 def test_both_may_store_the_same_at_once(bench: Workbench, two: Two) -> None:
@@ -348,7 +350,7 @@ def test_both_may_store_the_same_at_once(bench: Workbench, two: Two) -> None:
     homes = set()
     for store in two:
         (span,) = look_up(store, prompt(1, 13)).spans
-        homes.add(span.segment.home or folder_of(store))
+        homes.add(span.segment.foreign_dir or folder_of(store))
         check_rows(store, prompt(1, 20))
         check_rows(store, (*prompt(1, 13), 7, 8))
     assert len(homes) == 1
@@ -369,7 +371,7 @@ def test_both_stay_if_one_does_not_stand_for_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It has other tokens or another priority, expires, or is older and perhaps unreadable."""
-    monkeypatch.setattr(places_module, "_AT_ONCE_SECONDS", seconds)
+    monkeypatch.setattr(places_module, "_SIMULTANEOUS_SECONDS", seconds)
     first, second = two
     other = (*prompt(1, 5), *range(900, 908))
     bench.put(first, prompt(1, 13))
@@ -378,6 +380,6 @@ def test_both_stay_if_one_does_not_stand_for_the_other(
     bench.put(second, prompt(2, 13))
     settle(two)
     for tokens in (other, prompt(2, 13)):
-        homes = [span.segment.home for span in look_up(second, tokens).spans]
+        homes = [span.segment.foreign_dir for span in look_up(second, tokens).spans]
         assert homes[-1] is None and length(second, tokens) == len(tokens)
     assert len(bench.files()) == 4 or "ttl" in options

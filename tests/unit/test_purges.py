@@ -14,7 +14,7 @@ import pytest
 from impress_sglang.storage.directory import PINS
 from impress_sglang.store import orders as orders_module
 from impress_sglang.store.miss_log import MissCause, MissLog, MissRecord
-from impress_sglang.store.orders import MOST_JOBS, MultiStepJobs, Purge
+from impress_sglang.store.orders import MAX_JOBS, MultiStepJobs, Purge
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.writing import StoreOutcome
@@ -42,7 +42,7 @@ def pin(store: PrefixStore, tokens: Any, namespace: str = "") -> str | None:
 
 def steps_of(purge: Purge, store: PrefixStore, most: int = 64) -> list[Counter[str]]:
     steps = []
-    while purge.left:
+    while purge.unfinished:
         steps.append(purge.step(store, most))
         check_store(store)
     return steps
@@ -57,7 +57,7 @@ def forget(store: PrefixStore, tokens: Any) -> Counter[str]:
 def test_the_state_behind_a_pinned_prefix_stays(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(orders_module, "_LOOK_SECONDS", -1.0)
+    monkeypatch.setattr(orders_module, "_REFRESH_SECONDS", -1.0)
     store = bench.open(ssd_gb=gb(6 * bench.one))
     bench.put(store, prompt(1))
     assert pin(store, prompt(1)) is None
@@ -94,7 +94,7 @@ def test_only_what_is_stored_can_be_pinned(bench: Workbench, store: PrefixStore)
 def test_what_is_stored_anew_of_a_pinned_prefix_is_pinned(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(orders_module, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(orders_module, "_REFRESH_SECONDS", 0.0)
     store = bench.open(ssd_gb=gb(4 * bench.one))
     bench.put(store, prompt(1))
     assert pin(store, prompt(1)) is None
@@ -203,12 +203,12 @@ def test_the_shorter_time_counts(bench: Workbench, ttl: float) -> None:
 @pytest.mark.parametrize("ended", ["", "0", "3"])
 def test_who_goes_on_finds_the_same_job_unless_there_are_too_many(ended: str) -> None:
     jobs = MultiStepJobs[str, object]()
-    names = [str(number) for number in range(MOST_JOBS)]
-    first = {name: jobs.go_on(name, object) for name in names}
-    assert all(jobs.go_on(name, object) is first[name] for name in names)
+    names = [str(number) for number in range(MAX_JOBS)]
+    first = {name: jobs.get_or_begin(name, object) for name in names}
+    assert all(jobs.get_or_begin(name, object) is first[name] for name in names)
     jobs.pop(ended, None)
-    jobs.go_on("new", object)
-    assert len(jobs) == MOST_JOBS
+    jobs.get_or_begin("new", object)
+    assert len(jobs) == MAX_JOBS
     gone = {ended or "0"}
     assert {name for name in names if jobs.get(name) is not first[name]} == gone
 
@@ -219,7 +219,7 @@ def test_what_a_request_stores_goes_when_it_says(bench: Workbench) -> None:
     bench.put(store, prompt(1), ttl=HOUR)
     bench.put(store, prompt(1, 16))
     bench.put(store, prompt(2), ttl=3 * HOUR)
-    assert bench.offer(store, prompt(2), ttl=1) is StoreOutcome.KNOWN
+    assert bench.offer(store, prompt(2), ttl=1) is StoreOutcome.ALREADY_STORED
     assert pin(store, prompt(1)) is None
 
     def stored(after: float) -> list[int]:
@@ -274,7 +274,7 @@ ASKED = {
 def test_a_loss_is_found_by_who_has_the_same_tokens(asked: str) -> None:
     clock = Clock()
     miss_log = MissLog(clock=clock)
-    miss_log.note_tokens("a", tokens(1), MissCause.EVICTED)
+    miss_log.record_tokens("a", tokens(1), MissCause.EVICTED)
     clock.now += 5
     *question, count = ASKED[asked]
     assert miss_log.find(*question) == (

@@ -19,7 +19,7 @@ CLOCKS = {"time", "uuid", "random", "secrets"}
 # What a store or a thread says: attributes, called or not.
 LOCAL = {
     *("in_use", "opened", "suspended", "aside", "store", "is_set", "done", "is_alive"),
-    *("estimator", "segments", "health", "writes", "error", "seconds_left", "_clock", "_now"),
+    *("estimator", "readers", "health", "writes", "error", "seconds_left", "_clock", "_now"),
 }
 
 # Modules of which nothing reaches slots, tree or queue but by the functions below.

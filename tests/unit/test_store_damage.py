@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
-from impress_sglang.store.disk_worker import MOST_LOOKS
+from impress_sglang.store.disk_worker import MAX_LOOKS
 from impress_sglang.store.health import Verdict
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.writing import StoreOutcome
@@ -152,7 +152,7 @@ def test_a_segment_behind_a_bad_sector_is_set_aside(
             check_rows(store, tokens)
         assert store.stats.segments_written == 4, "only the lost part was written again"
         assert store.stats.segments_unreadable == 1
-        assert faults.hits[rule.name] == 1 + MOST_LOOKS, "the request, and the looks"
+        assert faults.hits[rule.name] == 1 + MAX_LOOKS, "the request, and the looks"
 
 
 def test_looks_before_a_recovery_do_not_count(
@@ -161,11 +161,11 @@ def test_looks_before_a_recovery_do_not_count(
     path, chats = shared_prefix(bench, store)
     info, worker = look_up(store, chats[0]).spans[0].segment.info, store.worker
     with faults.injected(Rule("EIO", "read|block", f"*{path.name}")):
-        looks = [worker.submit(worker.look, info) for _ in range(MOST_LOOKS - 1)]
-        worker.submit(worker.catch_up)
-        looks += [worker.submit(worker.look, info) for _ in range(MOST_LOOKS)]
+        looks = [worker.submit(worker.recheck, info) for _ in range(MAX_LOOKS - 1)]
+        worker.submit(worker.retry_refused)
+        looks += [worker.submit(worker.recheck, info) for _ in range(MAX_LOOKS)]
         found = [look.result() for look in looks]
-    assert found == [Verdict.UNCLEAR] * (2 * MOST_LOOKS - 2) + [Verdict.BAD]
+    assert found == [Verdict.UNCLEAR] * (2 * MAX_LOOKS - 2) + [Verdict.BAD]
     store.report(SegmentUnreadable(path.stem, "a test"))
     stores.look_again(store)
 
@@ -185,7 +185,7 @@ def test_what_the_machine_refuses_condemns_nothing(
     path, chats = shared_prefix(bench, store)
     with faults.injected(*rules):
         store.report(SegmentUnreadable(path.stem, "a test"))
-        wanted = faults.hits[rules[0].name] + 2 * MOST_LOOKS
+        wanted = faults.hits[rules[0].name] + 2 * MAX_LOOKS
         stores.until(store, lambda: faults.hits[rules[0].name] >= wanted)
         assert path.exists() and store.stats.segments_quarantined == 0
     until_well(store)

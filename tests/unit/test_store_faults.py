@@ -224,7 +224,7 @@ def test_a_directory_that_goes_and_comes_back(
     assert bench.offer(store, prompt(3)) is StoreOutcome.UNAVAILABLE
     (purged,) = (segment for segment in store.tree.segments() if segment.info.num_tokens == 8)
     store.writes.discard([purged], MissCause.PURGED)
-    until(store, lambda: bool(store.worker.unremoved()))
+    until(store, lambda: bool(store.worker.blocked_removals()))
     if instead == "a file":
         bench.root.unlink()
     else:
@@ -232,7 +232,7 @@ def test_a_directory_that_goes_and_comes_back(
         files.elsewhere = False
     shutil.move(away, bench.root)
     until_well(store)
-    until(store, lambda: not store.worker.unremoved())
+    until(store, lambda: not store.worker.blocked_removals())
     check_rows(store, prompt(1, 40))
     assert store.stats.segments_gone == 0 and len(bench.files()) == 1
     store = bench.reopen(store)

@@ -17,7 +17,7 @@ from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.store.quota import WriteBudget
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSpan
-from impress_sglang.store.writing import Offer, StoreOutcome, _missing
+from impress_sglang.store.writing import Offer, StoreOutcome, _missing_range
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
@@ -30,10 +30,10 @@ def test_kvs_that_the_reader_lacks_must_be_stored(bench: Workbench, store: Prefi
     """The request has KVs from token 8 on only."""
     tokens = prompt(1, 20)
 
-    assert bench.offer(store, tokens, available_from=8) is StoreOutcome.UNREACHABLE
+    assert bench.offer(store, tokens, available_from=8) is StoreOutcome.PREFIX_MISSING
     assert bench.files() == set() and bench.done == []
     bench.put(store, prompt(1, 7))
-    assert bench.offer(store, tokens, available_from=8) is StoreOutcome.UNREACHABLE
+    assert bench.offer(store, tokens, available_from=8) is StoreOutcome.PREFIX_MISSING
     bench.put(store, prompt(1, 8))
     bench.put(store, tokens, available_from=8)
     check_rows(store, tokens)
@@ -84,7 +84,9 @@ def test_what_is_purged_after_it_was_read_gets_no_name(bench: Workbench) -> None
     assert spent > 0.9 * segment.file_bytes, "the drive took it; a little time has passed"
 
 
-@pytest.mark.parametrize(("new", "expected"), [(4, StoreOutcome.KNOWN), (5, StoreOutcome.ACCEPTED)])
+@pytest.mark.parametrize(
+    ("new", "expected"), [(4, StoreOutcome.ALREADY_STORED), (5, StoreOutcome.ACCEPTED)]
+)
 def test_a_short_rest_is_not_worth_a_file(
     bench: Workbench, store: PrefixStore, new: int, expected: StoreOutcome
 ) -> None:
@@ -107,7 +109,7 @@ def test_holes_next_to_each_other_are_filled_at_once(known: str, expected: tuple
         spans.append(StoredSpan(segment, 0, 3))
     nothing: Any = None
     offer = Offer(kv.as_tokens(range(20)), nothing, nothing, nothing, min_tokens=1)
-    assert _missing(StoredMatch(tuple(spans)), offer) == expected
+    assert _missing_range(StoredMatch(tuple(spans)), offer) == expected
 
 
 def test_the_free_space_floor_is_kept(bench: Workbench) -> None:
@@ -171,7 +173,7 @@ def test_what_was_offered_before_a_file_stayed_is_not_written(bench: Workbench) 
     with files.faults.injected(Rule("EIO", "unlink", path="*.kv")):
         assert bench.offer(store, prompt(3)) is StoreOutcome.ACCEPTED
         assert length(store, prompt(1, 64)) == 0
-        store.health.failed("something else", OSError("a test"), reading=False)
+        store.health.report_failure("something else", OSError("a test"), reading=False)
         stores.recover(store)
         assert bench.offer(store, prompt(4)) is StoreOutcome.ACCEPTED
         gate.opened.set()
@@ -233,8 +235,8 @@ def test_what_is_over_the_budget_is_not_stored(bench: Workbench) -> None:
     store.writes.drain()
     bench.put_all(store, 1, 2)
     for _ in range(2):
-        assert bench.offer(store, prompt(3)) is StoreOutcome.SPENT
-    assert bench.offer(store, prompt(1)) is StoreOutcome.KNOWN
+        assert bench.offer(store, prompt(3)) is StoreOutcome.OVER_BUDGET
+    assert bench.offer(store, prompt(1)) is StoreOutcome.ALREADY_STORED
     assert lengths(store, 1, 2, 3) == [8, 8, 0]
     summary = store.summary()
     assert (summary["offers_above_budget"], summary["write_budget_left_bytes"]) == (2, 0)

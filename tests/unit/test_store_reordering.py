@@ -122,7 +122,7 @@ def test_a_new_file_takes_the_place_of_the_old_one(
 def test_what_a_request_waits_for_stays_when_it_is_reordered(bench: Workbench) -> None:
     store = bench.open(lookahead=(lookahead := LookAhead()), ssd_gb=gb(3 * bench.one))
     put_selected(bench, store, prompt(1), 2, 5)
-    lookahead.wait("waits", look_up(store, prompt(1)).spans)
+    lookahead.set_expected("waits", look_up(store, prompt(1)).spans)
     reorder(store)
     assert store.rewrites["segments"] == 1
     check_lookahead(lookahead)
@@ -314,7 +314,7 @@ def test_what_is_cached_need_not_come_from_the_ssd(bench: Workbench, cache: str)
     bench.put(store, TOKENS)
     keys = kv.columns_of(bench.shape, "keys")
 
-    spans, to_read = look_up(store, TOKENS).spans, store.segments.bytes_to_read
+    spans, to_read = look_up(store, TOKENS).spans, store.readers.bytes_to_read
     read_layers(store, only_values=True)
     assert to_read(spans, codes=False) == disk_bytes(bench, kv.PROBE, *keys)
 
@@ -346,9 +346,9 @@ def test_a_prefix_of_which_no_layer_fits_into_the_buffer_cannot_be_read(
     store = bench.open(buffer_gb=0.0011)
     bench.put(store, TOKENS)
     spans = look_up(store, TOKENS).slice(0, 40)
-    assert store.segments.can_read(spans, in_codes=False)
+    assert store.readers.can_read(spans, in_codes=False)
     bench.close(store)
     store = bench.open(buffer_gb=0.0001)
     for _ in range(3):
-        assert not store.segments.can_read(spans, in_codes=False)
+        assert not store.readers.can_read(spans, in_codes=False)
     assert caplog.text.count("raise --impress-buffer-gb") == 1

@@ -162,7 +162,7 @@ class StoreMachine(StoreHistory):
         self.let_writes_through()
         self.poll()
         for info, look in self.looks:
-            verdict = self.store.worker.submit(self.store.worker.look, info).result()
+            verdict = self.store.worker.submit(self.store.worker.recheck, info).result()
             name = self.names[info.segment_id]
             known = self.model.segments.get(name)
             if known is not None and known.state is SegmentState.SUSPECT:

@@ -100,8 +100,8 @@ def test_what_follows_a_match(tree: StoredTree, put: Put) -> None:
 
     def ends(tokens: Sequence[int]) -> list[tuple[int, str, int]]:
         match = tree.match("", as_tokens(tokens))
-        parts = [(end, StoredMatch(match.slice(0, end))) for end in tree.states_in(match)]
-        found = [(end, *tree.state_behind(part)) for end, part in parts]
+        parts = [(end, StoredMatch(match.slice(0, end))) for end in tree.state_positions(match)]
+        found = [(end, *tree.end_state_of(part)) for end, part in parts]
         return [(end, span.segment.segment_id, len(span)) for end, span in found]
 
     assert ends([*P, 7, 8, 9]) == [(8, "behind", 2), (6, "between", 2), (3, "inside", 2)]
@@ -110,11 +110,11 @@ def test_what_follows_a_match(tree: StoredTree, put: Put) -> None:
     tree.touch(tree.match("", as_tokens(P)))
     used = [s for s in tree.segments() if s.hits and s.last_access == tree.order.now]
     assert [segment.segment_id for segment in used] == ["a", "between"]
-    with mock.patch.object(tree_module, "_MOST_STATES", 2):
+    with mock.patch.object(tree_module, "_MAX_STATES", 2):
         assert ends([*P, 7, 8, 9]) == [(8, "behind", 2), (6, "between", 2)]
     late.state = SegmentState.SUSPECT
     assert ends([*P, 7, 8]) == [(6, "between", 2), (3, "inside", 2)]
-    assert not tree.state_behind(tree.match("", as_tokens([*P, 7, 8])))
+    assert not tree.end_state_of(tree.match("", as_tokens([*P, 7, 8])))
 
 
 WINDOWED = [stored_segment("a", P, windows_from=first) for first in range(31)]
@@ -203,13 +203,13 @@ def check_found(tree: StoredTree, model: PrefixModel, known: Known) -> None:
     """A match along a segment in each quality, and what has its last token or comes behind it."""
     path = [token for token, _ in known.path]
     tokens = as_tokens(path)
-    for least in QUALITIES:
-        spans = tree.match("", tokens, least=least, only_ready=False).spans
+    for min_quality in QUALITIES:
+        spans = tree.match("", tokens, min_quality=min_quality, only_ready=False).spans
         names = [
             "" if s.segment.lost else s.segment.segment_id for s in spans for _ in range(len(s))
         ]
-        assert names == model.holders("", model.follow("", path, least))
-    below = list(tree.below("", tokens))
+        assert names == model.holders("", model.follow("", path, min_quality))
+    below = list(tree.subtree("", tokens))
     assert {segment.segment_id for segment in below if not segment.lost} == {
         name
         for name, other in model.segments.items()
