@@ -55,6 +55,7 @@ def scores(rule: ReplacementRule) -> Floats:
     return np.where(exponents > 0, np.ldexp(0.5 + below / 2**33, exponents - 1100), 0.0)
 
 
+TURNS = st.integers(0, LAST_TURN) | st.just(LAST_TURN)
 REQUESTS = st.lists(
     st.dictionaries(st.integers(0, SIZE - 1), st.floats(0.01, 1.0), max_size=SIZE), max_size=12
 )
@@ -170,7 +171,7 @@ def test_scores_have_the_order_of_their_numbers(doublings: int, worths: list[flo
 
 
 @pytest.mark.parametrize("name", RULES)
-@given(requests=REQUESTS, turns=st.lists(st.integers(0, LAST_TURN), min_size=SIZE, max_size=SIZE))
+@given(requests=REQUESTS, turns=st.lists(TURNS, min_size=SIZE, max_size=SIZE))
 def test_what_is_awaited_is_worth_more_than_all_else(
     name: str, requests: list[dict[int, float]], turns: list[int]
 ) -> None:
