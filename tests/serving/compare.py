@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,12 +36,6 @@ def assert_as_stock(server: Server, stock: Server, prompt: list[int], path: str 
     )
     assert report(answer)["path"] == path, report(answer)["why"]
     assert_same([expected], [answer], 1e-4)
-
-
-def gaps_between(arrivals: Sequence[float], since: float, until: float) -> list[float]:
-    """Of what arrives in a time, as long as anything does."""
-    ends = since, *(at for at in arrivals if since <= at <= until), min(until, arrivals[-1])
-    return [after - before for before, after in itertools.pairwise(ends)]
 
 
 def paths(answers: Sequence[Answer]) -> list[str]:

@@ -164,11 +164,16 @@ class Server(RunningServer):
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda ids: self.generate(ids, max_new_tokens, **fields), prompts))
 
-    def stats(self) -> dict[str, Any]:
-        """With the result of a check now."""
-        self.post("/impress/check").raise_for_status()
+    def stats(self, *, check: bool = True) -> dict[str, Any]:
+        """With the result of a check now, unless that would take too long."""
+        if check:
+            self.post("/impress/check").raise_for_status()
         stats: dict[str, Any] = requests.get(self.url + "/impress/stats", timeout=60).json()
         return stats
+
+    def live(self) -> int:
+        """Requests that are not over."""
+        return int(self.stats(check=False)["requests_live"])
 
     def stored(self, prompt: Sequence[int]) -> int:
         """How many tokens of a prompt are stored."""

@@ -12,7 +12,7 @@ import requests
 
 from bench.core.servers import Stream
 from bench.core.session import BenchFailed
-from tests.serving.compare import assert_same, gaps_between, paths, report
+from tests.serving.compare import assert_same, paths, report
 from tests.serving.conftest import Serve
 from tests.serving.damage import store_damaged
 from tests.serving.harness import BENCH, Server
@@ -22,22 +22,20 @@ from tests.unit.waiting import wait_until
 TOLERANCE = 1e-4
 STAYS_WHOLE = "jobs"
 NO_CACHES = ("--impress-device-gb=0", "--impress-host-gb=0")
-# Of exact KVs of 1,500 tokens of the tiny model each layer then takes 4 s.
-SLOW_MBPS = 0.1
-# What another request waits for at most while a job runs, on a busy machine.
-PATIENCE_S = 3.0
+# Until the drive is released: a layer of 1,500 tokens takes minutes.
+STUCK_MBPS = 0.001
 
 
 @pytest.fixture(scope="module")
 def jobs(serve: Serve) -> Iterator[Server]:
     """Exact KVs, read from SSD each time, as slowly as a test wants."""
-    flags = ("--impress-bits=exact", "--max-total-tokens=9000", *NO_CACHES)
-    with serve("jobs", *flags, preload=BENCH) as server:
+    flags = ("--impress-bits=exact", "--max-total-tokens=9000", "--impress-io-timeout=600")
+    with serve("jobs", *flags, *NO_CACHES, preload=BENCH) as server:
         yield server
 
 
 @contextlib.contextmanager
-def slow(server: Server, mbps: float = SLOW_MBPS) -> Iterator[None]:
+def slow(server: Server, mbps: float = STUCK_MBPS) -> Iterator[None]:
     """A drive that reads no faster for the time of a `with` block."""
     server.emulate_ssd(mbps)
     try:
@@ -48,14 +46,7 @@ def slow(server: Server, mbps: float = SLOW_MBPS) -> Iterator[None]:
 
 def loading(server: Server) -> int:
     """Slots that jobs have."""
-    stats = requests.get(server.url + "/impress/stats", timeout=60).json()
-    return int(stats["device_pool"]["loading_tokens"])
-
-
-def live(server: Server) -> int:
-    """Requests that are not over."""
-    stats = requests.get(server.url + "/impress/stats", timeout=60).json()
-    return int(stats["requests_live"])
+    return int(server.stats(check=False)["device_pool"]["loading_tokens"])
 
 
 def test_eight_at_once_read_a_prefix_once_and_all_say_so(jobs: Server, stock: Server) -> None:
@@ -66,7 +57,7 @@ def test_eight_at_once_read_a_prefix_once_and_all_say_so(jobs: Server, stock: Se
     with ThreadPoolExecutor(8) as pool:
         with slow(jobs):
             asked = [pool.submit(jobs.generate, each, 6, return_logprob=True) for each in prompts]
-            wait_until(lambda: live(jobs) == 8, 60)
+            wait_until(lambda: jobs.live() == 8, 60)
         answers = [future.result() for future in asked]
     assert_same(stock.generate_together(prompts, 6, return_logprob=True), answers, TOLERANCE)
     told = [report(answer) for answer in answers]
@@ -87,19 +78,15 @@ def test_others_pass_one_that_waits_and_a_stream_goes_on(jobs: Server, stock: Se
         with slow(jobs):
             waiting = pool.submit(jobs.generate, prompt, 6, return_logprob=True)
             wait_until(lambda: loading(jobs) > 0, 60)
-            began = time.perf_counter()
             passing = [jobs.generate([*resident, token], 2) for token in (5, 6)]
             passing.append(jobs.generate(random_tokens(300, seed=25), 2))
-            took = time.perf_counter() - began
-            assert loading(jobs) > 0 and not waiting.done(), "the drive was not slow enough"
-            ended = time.perf_counter()
+            stream.wait(stream.came[-1].tokens + 20)
+            assert loading(jobs) > 0 and not waiting.done()
         answer = waiting.result()
     jobs.post("/abort_request", abort_all=True)
     with pytest.raises(BenchFailed, match="ended after"):
         stream.join()
-    assert paths(passing) == ["device", "device", "computed"] and took < 3 * PATIENCE_S
-    gaps = gaps_between([chunk.at for chunk in stream.came], began, ended)
-    assert max(gaps) < PATIENCE_S, gaps
+    assert paths(passing) == ["device", "device", "computed"]
     assert_same([stock.generate(prompt, 6, return_logprob=True)], [answer], TOLERANCE)
     assert paths([answer]) == ["ssd"]
 
@@ -120,10 +107,8 @@ def test_who_is_aborted_leaves_nothing_and_who_waits_with_it_is_served(
             alone = pool.submit(jobs.ask, prompts[0], 4, rid="alone.")
             wait_until(lambda: loading(jobs) == 1500, 60)
             assert jobs.post("/flush_cache").status_code == 400
-            began = time.monotonic()
             abort(jobs, "alone.")
-            assert "abort" in alone.result().text.lower()
-            assert time.monotonic() - began < PATIENCE_S and loading(jobs) == 0
+            assert "abort" in alone.result().text.lower() and loading(jobs) == 0
             # The loader still reads a layer, and writes nothing to slots that are others' now.
             assert jobs.post("/flush_cache").status_code == 200
             answer = jobs.generate(other, 6, return_logprob=True)
@@ -132,9 +117,9 @@ def test_who_is_aborted_leaves_nothing_and_who_waits_with_it_is_served(
             first = pool.submit(jobs.ask, prompts[1], 4, rid="first.")
             wait_until(lambda: loading(jobs) == 1500, 60)
             second = pool.submit(jobs.generate, prompts[2], 4, return_logprob=True)
-            wait_until(lambda: live(jobs) == 2, 60)
+            wait_until(lambda: jobs.live() == 2, 60)
             roomless = pool.submit(jobs.ask, [*large, 5], 1500, rid="roomless.")
-            wait_until(lambda: live(jobs) == 3, 60)
+            wait_until(lambda: jobs.live() == 3, 60)
             assert loading(jobs) == 1500, "both do not fit"
             for rid, future in (("first.", first), ("roomless.", roomless)):
                 abort(jobs, rid)
@@ -148,7 +133,7 @@ def test_who_is_aborted_leaves_nothing_and_who_waits_with_it_is_served(
     stored = jobs.store(600, seed=36)
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(jobs.ask, [*stored, 5], 2000, rid="late.")
-        wait_until(lambda: live(jobs) == 1, 60)
+        wait_until(lambda: jobs.live() == 1, 60)
         time.sleep(0.5)
         abort(jobs, "late.")
         assert "abort" in late.result().text.lower()
@@ -230,13 +215,11 @@ def test_a_server_ends_while_a_job_runs(serve: Serve) -> None:
         serve("ends", *flags, preload=BENCH, quiet=False) as server,
     ):
         server.store_prompts(prompt[:-1])
-        server.emulate_ssd(3 * SLOW_MBPS)
+        server.emulate_ssd(0.3)
         asked = pool.submit(server.ask, prompt, 1)
         wait_until(lambda: loading(server) > 0, 60)
-        began = time.monotonic()
         server.stop()
-        # One that does not end by itself is killed after 30 s.
-        assert time.monotonic() - began < 20
+        assert not server.process.is_alive(), "it does not end by itself"
         with contextlib.suppress(requests.RequestException):
             asked.result()
         server.check_log()

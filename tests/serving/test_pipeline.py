@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
@@ -14,6 +13,7 @@ from tests.serving.compare import assert_same, report
 from tests.serving.conftest import Serve
 from tests.serving.harness import BENCH, Server, metrics_of
 from tests.serving.tiny_models import random_tokens
+from tests.unit.waiting import wait_until
 
 FLAGS = ("--impress-device-gb=0", "--max-total-tokens=9000", "--max-running-requests=1")
 
@@ -133,13 +133,13 @@ def test_who_has_to_be_read_lets_others_pass(narrow: Server) -> None:
             narrow.emulate_ssd(0)
 
     waiting = {
-        "runs": (random_tokens(20, seed=652), 300),
+        "runs": (random_tokens(20, seed=652), 400),
         "stored": ([*stored, 5], 1),
         "unknown": (random_tokens(900, seed=653), 1),
         "resident": ([*resident, 5], 1),
     }
     with ThreadPoolExecutor(len(waiting)) as pool:
-        for name, asked in waiting.items():
+        for count, (name, asked) in enumerate(waiting.items(), 1):
             pool.submit(ask, name, *asked)
-            time.sleep(0.05)
+            wait_until(lambda count=count: narrow.live() == count)
     assert ends == ["runs", "resident", "unknown", "stored"]

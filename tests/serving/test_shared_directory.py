@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from pathlib import Path
 
 from tests.serving.compare import assert_as_stock, assert_same, paths, report
@@ -13,7 +12,6 @@ from tests.serving.tiny_models import random_tokens
 from tests.unit.waiting import wait_until
 
 FLAGS = ("--impress-bits=exact", "--max-total-tokens=9000")
-HITS_S = 1.0
 
 
 def test_two_servers(workdir: Path, serve: Serve, stock: Server) -> None:
@@ -27,11 +25,11 @@ def test_two_servers(workdir: Path, serve: Serve, stock: Server) -> None:
         assert len(folders) == 2
         prompts = [random_tokens(300, seed=seed) for seed in range(71, 76)]
         first.store_prompts(prompts[0])
-        time.sleep(HITS_S)
+        wait_until(lambda: second.stored(prompts[0]))
         assert_as_stock(second, stock, prompts[0])
         # What one has is not stored again, and what builds on it is found.
         second.store_prompts([*prompts[0], *prompts[1]])
-        time.sleep(HITS_S)
+        wait_until(lambda: first.stored([*prompts[0], *prompts[1]]) == 600)
         assert_as_stock(first, stock, [*prompts[0], *prompts[1]])
         # Of what both store at once, one is kept.
         files = len(_files(workdir))
@@ -44,7 +42,7 @@ def test_two_servers(workdir: Path, serve: Serve, stock: Server) -> None:
             assert_as_stock(server, stock, prompts[3])
         first.store_prompts(prompts[2])
         first.kill()
-        time.sleep(HITS_S)
+        wait_until(lambda: second.stored(prompts[2]))
         assert_as_stock(second, stock, prompts[2])
         with start(3) as third:
             third.wait_ready()
@@ -63,6 +61,11 @@ def _files(workdir: Path) -> list[Path]:
     return list((workdir / "store-shared").rglob("*.kv"))
 
 
+def all_have_it(server: Server) -> bool:
+    """Each replica knows of the one prefix that is stored."""
+    return all(replica["store"]["segments"] for replica in server.stats()["replicas"])
+
+
 def test_two_replicas(serve: Serve, stock: Server) -> None:
     flags = (*FLAGS, "--impress-write-after=2", "--enable-metrics")
     with serve("replicas", *flags, replicas=2, quiet=False) as server:
@@ -74,8 +77,7 @@ def test_two_replicas(serve: Serve, stock: Server) -> None:
             stored = server.generate(prompt, 1, routed_dp_rank=replica)
             assert report(stored)["path"] == "computed"
             server.flush()
-        wait_until(lambda: server.stored(prompt))
-        time.sleep(HITS_S)
+        wait_until(lambda: all_have_it(server))
         answer = server.generate([*prompt, 7, 8], 4, routed_dp_rank=1, return_logprob=True)
         assert paths([answer]) == ["ssd"]
         expected = stock.generate([*prompt, 7, 8], 4, return_logprob=True)
@@ -88,9 +90,8 @@ def test_two_replicas(serve: Serve, stock: Server) -> None:
         server.assert_quiet()
         # SGLang lets the others go on without one.
         server.generate(prompt, 1, routed_dp_rank=0)
-        wait_until(lambda: server.stored(prompt))
+        wait_until(lambda: all_have_it(server))
         schedulers_of(server)[0].kill()
-        time.sleep(HITS_S)
         answer = server.generate([*prompt, 7, 8], 4, routed_dp_rank=1, return_logprob=True)
         assert paths([answer]) == ["ssd"]
         assert_same([expected], [answer], 1e-4)

@@ -18,7 +18,7 @@ import pytest
 from tests.serving.compare import Answer, assert_same, paths, report
 from tests.serving.conftest import Serve
 from tests.serving.harness import BENCH, Server
-from tests.serving.test_jobs import NO_CACHES, SLOW_MBPS, loading
+from tests.serving.test_jobs import NO_CACHES, loading
 from tests.serving.tiny_models import make_model, random_tokens
 from tests.unit.waiting import wait_until
 
@@ -179,7 +179,8 @@ def test_request_that_waits_for_its_prefix(
     """What a job has loaded of the old weights is used by nobody."""
     # Nobody has stored it with the other weights.
     server.store_prompts(FRESH)
-    server.emulate_ssd(SLOW_MBPS)
+    # Of exact KVs each layer takes 2 s.
+    server.emulate_ssd(0.1)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask, server, FRESH)
         try:
