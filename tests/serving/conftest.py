@@ -12,10 +12,16 @@ import pytest
 from bench.core.servers import store_flags
 from tests.serving.harness import STOCK, Server, Zygote, running
 from tests.serving.tiny_models import make_model
+from tests.serving.tiny_tokenizer import add_tokenizer
 
 # All is tight: the pool, chunks of prefill, and no overlap of passes and scheduling.
 CRAMPED = ("--max-total-tokens=9000", "--disable-overlap-schedule", "--chunked-prefill-size=512")
 WORDLESS = "--skip-tokenizer-init"
+# A busy machine would compute some, because blending took too long before.
+BLENDS = (
+    *("--impress-blend=0.15", "--impress-blend-min-tokens=128"),
+    "--impress-blend-seconds=60",
+)
 TINY_FLAGS = ("--dtype=float32", WORDLESS, "--max-running-requests=16")
 
 
@@ -46,7 +52,17 @@ def zygote() -> Zygote:
 
 @pytest.fixture(scope="session")
 def tiny_llama(workdir: Path) -> Path:
-    return make_model("llama", workdir / "llama")
+    model = make_model("llama", workdir / "llama")
+    add_tokenizer(model)
+    return model
+
+
+@pytest.fixture(scope="session")
+def other_llama(workdir: Path) -> Path:
+    """Other weights of the same shape."""
+    model = make_model("llama", workdir / "other-llama", initializer_range=0.13)
+    add_tokenizer(model)
+    return model
 
 
 # Starts a server for the time of a `with` block.
@@ -72,8 +88,7 @@ def start(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Serve:
 
 @pytest.fixture(scope="session")
 def serve(workdir: Path, start: Serve) -> Serve:
-    """One of ours, with a store of its own or another server's. `words`: whether the model has a
-    tokenizer."""
+    """One of ours, with a store of its own or another server's. `words`: whether it tokenizes."""
 
     def serve(
         name: str, *flags: str, store: str | None = None, words: bool = False, **how: Any
@@ -91,6 +106,18 @@ def serve(workdir: Path, start: Serve) -> Serve:
     return serve
 
 
+def module_server(name: str, *flags: str, **how: Any) -> Any:
+    """A fixture: one of ours for all tests of a module, after which it is whole."""
+
+    @pytest.fixture(scope="module")
+    def server(serve: Serve) -> Iterator[Server]:
+        with serve(name, *flags, **how) as server:
+            yield server
+            server.assert_whole()
+
+    return server
+
+
 @pytest.fixture(scope="session")
 def stock(start: Serve) -> Iterator[Server]:
     """Stock SGLang with rectangular attention; the reference of every equality."""
@@ -105,7 +132,7 @@ def roomy(serve: Serve) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def at_length(request: pytest.FixtureRequest) -> bool:
     """Whether all is tried, `--full-matrix`, and not only what is usual."""
     return bool(request.config.getoption("full_matrix"))

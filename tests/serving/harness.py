@@ -32,7 +32,6 @@ from tests.unit.waiting import wait_until
 ROOT = Path(__file__).parents[2]
 BENCH, STOCK = servers.OURS, servers.STOCK
 FAULTY = "tests.serving.faulty_server"
-PLAIN_ATTENTION = "tests.serving.plain_attention_server"
 LATENT = "tests.serving.latent_server"
 HYBRID = "tests.serving.hybrid_server"
 WINDOWS = "tests.serving.window_server"
@@ -47,7 +46,6 @@ SCRIPT_VARIABLE, ARGUMENTS_VARIABLE = "TESTS_SCRIPT", "TESTS_SCRIPT_ARGUMENTS"
 ENDED = "ended with status "
 LABELS = {label for metric in (*COUNTERS, *GAUGES) for label in metric.labels}
 RANKS = {"cache_type", "tp_rank", "pp_rank", "dp_rank"}
-RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}
 SCRIPT_TIMEOUT_S = 300
 
 USUAL_FLAGS = (
@@ -302,7 +300,6 @@ def running(
     """
     variables, modules, more = {**(environment or {})}, [preload or ""], list[str]()
     if retracts:
-        variables |= RETRACT
         modules.append(RETRACTING)
     if faults is not None:
         variables[CONTROL_VARIABLE] = str(faults.path)

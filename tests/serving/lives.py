@@ -145,9 +145,9 @@ class Life:
         ) as server:
             self._server = world.server = server
             world.retracts = self._retracts
+            lives.watch.begin()
             try:
-                with lives.watch.life(server.pid):
-                    self._run(seconds)
+                self._run(seconds)
             finally:
                 lives.control.set()
                 world.server = None
@@ -211,6 +211,7 @@ class Life:
             time.sleep(self._chance.uniform(0.1, 1.0))
             world.note(f"event {event}")
             happens[event]()
+            self._lives.watch.look(self._server.pid)
 
     def _flush(self) -> None:
         with self._world.pause():

@@ -29,13 +29,6 @@ def _extend(
     ends: Tensor,
     prefix_ends: Tensor,
     slots: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    mask_ends: Tensor | None,
-    longest: int,
-    key_scale: float,
-    value_scale: float,
-    sm_scale: float,
     *_: Any,
     **__: Any,
 ) -> None:
@@ -49,7 +42,7 @@ def _extend(
             queries[start:stop],
             torch.cat([key_pool[before], keys[start:stop]]),
             torch.cat([value_pool[before], values[start:stop]]),
-            scaling=sm_scale,
+            scaling=queries.shape[-1] ** -0.5,
             causal=True,
         )
 
@@ -61,19 +54,15 @@ def _decode(
     out: Tensor,
     ends: Tensor,
     slots: Tensor,
-    logits: Tensor,
-    lse: Tensor,
-    num_splits: Tensor,
-    most_splits: int,
-    sm_scale: float,
     *_: Any,
     **__: Any,
 ) -> None:
     """Of one token of each request."""
+    scaling = queries.shape[-1] ** -0.5
     for row, (first, last) in enumerate(itertools.pairwise(ends[: len(queries) + 1].tolist())):
         part = slots[first:last].long()
         out[row : row + 1] = rectangular_attention(
-            queries[row : row + 1], key_pool[part], value_pool[part], scaling=sm_scale, causal=False
+            queries[row : row + 1], key_pool[part], value_pool[part], scaling=scaling, causal=False
         )
 
 

@@ -5,31 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
 from tests.serving.compare import assert_same, report
-from tests.serving.conftest import CRAMPED, Serve
+from tests.serving.conftest import BLENDS, CRAMPED, module_server
 from tests.serving.damage import flip_code, segment_of
 from tests.serving.harness import Server
 from tests.serving.tiny_models import random_tokens
 
-TOLERANCE = 1e-4
 # All tokens are computed again, but not by way of SGLang's own pass.
 ALL = 0.99999
 
 
-@pytest.fixture(scope="module")
-def blending(serve: Serve) -> Iterator[Server]:
-    """All is tight, as in `test_exact.py`; `test_pools.py` has roomy ones."""
-    # Or else some would be computed on a busy machine, because blending took too long before.
-    bound = "--impress-blend-seconds=60"
-    blends = ("--impress-blend=0.15", "--impress-blend-min-tokens=128", bound)
-    with serve("blend", *blends, *CRAMPED, retracts=True) as server:
-        yield server
-        server.assert_whole()
+# All is tight, as in `test_exact.py`; `test_pools.py` has roomy ones.
+blending = module_server("blend", *BLENDS, *CRAMPED, retracts=True)
 
 
 def documents(seed: int, *lengths: int) -> list[list[int]]:
@@ -67,29 +57,13 @@ def test_all_computed_again_is_stock(stock: Server, blending: Server) -> None:
     blending.flush()
     alone = [blending.generate(prompt, 16, **asked) for prompt in batch]
 
-    assert_same(expected, together, TOLERANCE)
-    assert_same(expected, alone, TOLERANCE)
+    assert_same(expected, together)
+    assert_same(expected, alone)
     for answer in (*together, *alone):
         told = report(answer)
         # Who was put back begins again behind what it had blended.
         assert told["path"] in ("ssd", "device") and told["approximate"], told
         assert told["blended_tokens"] or told["path"] == "device"
-
-
-def test_what_was_blended_is_loaded_by_who_would_blend_as_much(blending: Server) -> None:
-    """With other questions, too."""
-    texts = documents(3, 400, 400)
-    store(blending, joined(texts, [0, 1], 1))
-    prompt = joined(texts, [1, 0], 3)
-    other = prompt[:-20] + random_tokens(20, seed=99)
-    first = report(blending.generate(prompt, 8, **asking(0.25)))
-    blending.flush()
-    assert first["blended_tokens"] > 300 and first["why"]["reason"] == "blended"
-    for asked, share in ((prompt, 0.25), (other, 0.0)):
-        told = report(blending.generate(asked, 8, **asking(share)))
-        assert told["approximate"] and told["why"]["reason"] in ("loaded", "shared", "resident")
-        # Who was put back finds more.
-        assert told["prefix_tokens"] >= len(prompt) - 20 and not told["blended_tokens"]
 
 
 def test_of_several_documents_only_the_damaged_one_is_computed(blending: Server) -> None:

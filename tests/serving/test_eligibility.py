@@ -44,42 +44,32 @@ def stored(server: Server) -> int:
 
 
 def test_embedding_overrides_do_not_poison_the_store(stock: Server, roomy: Server) -> None:
-    """The same token ids with other embeddings: nothing is stored for those who come later."""
-    queries = [with_placeholders(7000 + i) for i in range(5)]
+    """The same token ids with other embeddings: nothing is stored for those who come later, and
+    they are served nothing of others."""
+    queries = [with_placeholders(7000 + number) for number in range(2)]
+    overridden = [score(stock, query, **OVERRIDE) for query in queries]
+
+    def assert_overridden() -> None:
+        for query, scores in zip(queries, overridden, strict=True):
+            assert score(roomy, query, **OVERRIDE) == pytest.approx(scores, abs=TOLERANCE)
+
+    plain = score(stock, queries[0])
+    assert plain != pytest.approx(overridden[0], abs=1e-3), "the control: overrides matter"
     before = stored(roomy)
-    for query in queries:
-        plain = score(stock, query)
-        overridden = score(stock, query, **OVERRIDE)
-        assert plain != pytest.approx(overridden, abs=1e-3), "the control: overrides matter"
-        assert score(roomy, query, **OVERRIDE) == pytest.approx(overridden, abs=TOLERANCE)
-    left = stored(roomy)
+    assert_overridden()
+    assert stored(roomy) == before
     expected = [stock.generate(query, 16, return_logprob=True) for query in queries]
-    actual = [roomy.generate(query, 16, return_logprob=True) for query in queries]
-    assert_same(expected, actual, TOLERANCE)
-    assert left == before
-    assert paths(actual) == ["computed"] * 5
-    assert stored(roomy) == before + 5, "the control: plain requests are stored"
-    again = [roomy.generate(query, 16, return_logprob=True) for query in queries]
-    assert_same(expected, again, TOLERANCE)
-    assert paths(again) == ["ssd"] * 5
-
-
-def test_stored_prefixes_are_not_served_to_overrides(stock: Server, roomy: Server) -> None:
-    query = with_placeholders(7010)
-    roomy.generate(query, 1)
-    roomy.flush()
-    before = roomy.stats()["totals"]
-    expected = score(stock, query, **OVERRIDE)
-    assert score(roomy, query, **OVERRIDE) == pytest.approx(expected, abs=TOLERANCE)
+    for path in ("computed", "ssd"):
+        actual = [roomy.generate(query, 16, return_logprob=True) for query in queries]
+        assert_same(expected, actual)
+        assert paths(actual) == [path] * len(queries)
+        assert stored(roomy) == before + len(queries), "the control: plain requests are stored"
+    earlier = roomy.stats()["totals"]
+    assert_overridden()
     totals = roomy.stats()["totals"]
-    assert totals["requests_ssd"] == before["requests_ssd"]
+    assert totals["requests_ssd"] == earlier["requests_ssd"]
     for use in ("requests_not_served", "requests_not_stored"):
         refused = totals[use]["positional_embed_overrides"]
-        assert refused == 1 + before[use].get("positional_embed_overrides", 0)
-
-
-def test_ordinary_requests_are_like_plain_ones(roomy: Server) -> None:
-    """SGLang sets no field for them that is not known."""
-    totals = roomy.stats()["totals"]
-    for use in ("requests_not_served", "requests_not_stored"):
+        assert refused == len(queries) + earlier[use]["positional_embed_overrides"]
+        # SGLang sets no field of ordinary requests that is not known.
         assert totals[use].keys() <= {"positional_embed_overrides", "impress_store"}

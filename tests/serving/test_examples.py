@@ -13,29 +13,21 @@ from pathlib import Path
 import pytest
 
 from demo.model import model_path
-from tests.serving.conftest import Serve
+from tests.serving.conftest import BLENDS, Serve
 from tests.serving.harness import ROOT, Server, Zygote, tail
-from tests.serving.tiny_models import make_model
-from tests.serving.tiny_tokenizer import add_tokenizer
 
 EXAMPLES = ROOT / "examples"
 EXAMPLE_TIMEOUT_S = 300
 
 
 @pytest.fixture(scope="module")
-def model(request: pytest.FixtureRequest, workdir: Path) -> Path:
-    if request.config.getoption("full_matrix"):
-        return model_path()
-    tiny = make_model("llama", workdir / "llama-with-words")
-    add_tokenizer(tiny)
-    return tiny
+def model(at_length: bool, tiny_llama: Path) -> Path:
+    return model_path() if at_length else tiny_llama
 
 
 @pytest.fixture(scope="module")
 def server(model: Path, serve: Serve) -> Iterator[Server]:
-    blends = ("--impress-blend=0.15", "--impress-blend-min-tokens=128")
-    flags = ("--enable-cache-report", *blends)
-    with serve("examples", *flags, model=model, words=True) as server:
+    with serve("examples", "--enable-cache-report", *BLENDS, model=model, words=True) as server:
         yield server
         server.assert_whole()
 
@@ -63,7 +55,6 @@ def test_passages(server: Server) -> None:
     """They are found in another order than that in which they were stored."""
     told = run("passages.py", server)
     cached = [int(count) for count in re.findall(r"(\d+) of them cached", told)]
-    # On a busy machine blending may take too long for others to wait.
     assert len(cached) == 3 and sum(count > 200 for count in cached) >= 2, told
 
 

@@ -20,8 +20,7 @@ from tests.serving.harness import Server
 from tests.serving.tiny_models import random_tokens
 from tests.unit.waiting import wait_until
 
-TOLERANCE = 1e-4
-PATIENCE_S = 1.0
+PATIENCE_S = 2.0
 RECOVERY_S = 30.0
 # Reads are the last to stop; what is written first must be there again before the next test.
 TOKENS = 500
@@ -46,7 +45,7 @@ class Bench:
         """The prompt once more, after SGLang has forgotten it; it is stock's answer."""
         self.server.flush()
         answer = self.server.generate(prompt, 4, return_logprob=True)
-        assert_same([self.answers[tuple(prompt)]], [answer], TOLERANCE)
+        assert_same([self.answers[tuple(prompt)]], [answer])
         return report(answer)
 
     def totals(self) -> dict[str, Any]:

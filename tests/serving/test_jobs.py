@@ -13,25 +13,21 @@ import requests
 from bench.core.servers import Stream
 from bench.core.session import BenchFailed
 from tests.serving.compare import assert_same, paths, report
-from tests.serving.conftest import Serve
+from tests.serving.conftest import Serve, module_server
 from tests.serving.damage import store_damaged
 from tests.serving.harness import BENCH, Server
 from tests.serving.tiny_models import random_tokens
 from tests.unit.waiting import wait_until
 
-TOLERANCE = 1e-4
 STAYS_WHOLE = "jobs"
 NO_CACHES = ("--impress-device-gb=0", "--impress-host-gb=0")
 # Until the drive is released: a layer of 1,500 tokens takes minutes.
 STUCK_MBPS = 0.001
 
 
-@pytest.fixture(scope="module")
-def jobs(serve: Serve) -> Iterator[Server]:
-    """Exact KVs, read from SSD each time, as slowly as a test wants."""
-    flags = ("--impress-bits=exact", "--max-total-tokens=9000", "--impress-io-timeout=600")
-    with serve("jobs", *flags, *NO_CACHES, preload=BENCH) as server:
-        yield server
+FLAGS = ("--impress-bits=exact", "--max-total-tokens=9000", "--impress-io-timeout=600")
+# Exact KVs, read from SSD each time, as slowly as a test wants.
+jobs = module_server("jobs", *FLAGS, *NO_CACHES, preload=BENCH)
 
 
 @contextlib.contextmanager
@@ -59,7 +55,7 @@ def test_eight_at_once_read_a_prefix_once_and_all_say_so(jobs: Server, stock: Se
             asked = [pool.submit(jobs.generate, each, 6, return_logprob=True) for each in prompts]
             wait_until(lambda: jobs.live() == 8, 60)
         answers = [future.result() for future in asked]
-    assert_same(stock.generate_together(prompts, 6, return_logprob=True), answers, TOLERANCE)
+    assert_same(stock.generate_together(prompts, 6, return_logprob=True), answers)
     told = [report(answer) for answer in answers]
     assert sorted(said["why"]["reason"] for said in told) == ["loaded"] + ["shared"] * 7
     assert sorted(said["loaded_tokens"] for said in told) == [0] * 7 + [1500]
@@ -87,7 +83,7 @@ def test_others_pass_one_that_waits_and_a_stream_goes_on(jobs: Server, stock: Se
     with pytest.raises(BenchFailed, match="ended after"):
         stream.join()
     assert paths(passing) == ["device", "device", "computed"]
-    assert_same([stock.generate(prompt, 6, return_logprob=True)], [answer], TOLERANCE)
+    assert_same([stock.generate(prompt, 6, return_logprob=True)], [answer])
     assert paths([answer]) == ["ssd"]
 
 
@@ -112,7 +108,7 @@ def test_who_is_aborted_leaves_nothing_and_who_waits_with_it_is_served(
             # The loader still reads a layer, and writes nothing to slots that are others' now.
             assert jobs.post("/flush_cache").status_code == 200
             answer = jobs.generate(other, 6, return_logprob=True)
-            assert_same([stock.generate(other, 6, return_logprob=True)], [answer], TOLERANCE)
+            assert_same([stock.generate(other, 6, return_logprob=True)], [answer])
         with slow(jobs):
             first = pool.submit(jobs.ask, prompts[1], 4, rid="first.")
             wait_until(lambda: loading(jobs) == 1500, 60)
@@ -126,7 +122,7 @@ def test_who_is_aborted_leaves_nothing_and_who_waits_with_it_is_served(
                 assert "abort" in future.result().text.lower()
             assert loading(jobs) == 1500
         answer = second.result()
-    assert_same([stock.generate(prompts[2], 4, return_logprob=True)], [answer], TOLERANCE)
+    assert_same([stock.generate(prompts[2], 4, return_logprob=True)], [answer])
     assert report(answer)["loaded_tokens"] == 1500
     abort(jobs, "first.")
     # It runs by then.
@@ -181,7 +177,7 @@ def test_a_pass_begins_before_the_last_layers_are_there(early: Server, stock: Se
     for rate in RATES[:4]:
         with slow(early, rate):
             answer = early.generate(prompt, 6, return_logprob=True, impress_store=False)
-        assert_same([expected], [answer], TOLERANCE)
+        assert_same([expected], [answer])
         told = report(answer)
         assert told["loaded_tokens"] == 1500 and told["path"] == "ssd" and told["ssd_bytes"] > 0
         early.flush()
@@ -196,10 +192,10 @@ def test_a_layer_that_is_damaged_behind_a_pass_that_began(early: Server, stock: 
         expected = stock.generate(prompt, 6, return_logprob=True)
         with slow(early, rate):
             answer = early.generate(prompt, 6, return_logprob=True)
-        assert_same([expected], [answer], TOLERANCE)
+        assert_same([expected], [answer])
         assert report(answer)["loaded_tokens"] == 0
         resident = early.generate(prompt, 6, return_logprob=True)
-        assert_same([expected], [resident], TOLERANCE)
+        assert_same([expected], [resident])
         early.flush()
         if AGAIN in early.log_text():
             return

@@ -23,8 +23,6 @@ from tests.serving.clients import KINDS
 from tests.serving.conftest import Serve
 from tests.serving.harness import STOCK, Zygote
 from tests.serving.lives import INDEPENDENT, RECKONED, Life, Lives
-from tests.serving.tiny_models import make_model
-from tests.serving.tiny_tokenizer import add_tokenizer
 from tests.serving.traffic import Catalogue, answer_by_stock, make_catalogue
 from tests.serving.watch import LONG_SECONDS, Watch
 from tests.serving.world import World
@@ -50,15 +48,8 @@ LEAST_FROM_SSD = 0.1
 
 
 @pytest.fixture(scope="module")
-def models(workdir: Path) -> dict[str, Path]:
-    """Two models of one shape, with tokenizers."""
-    folders = {
-        "a": make_model("llama", workdir / "random-a"),
-        "b": make_model("llama", workdir / "random-b", initializer_range=0.13),
-    }
-    for folder in folders.values():
-        add_tokenizer(folder)
-    return folders
+def models(tiny_llama: Path, other_llama: Path) -> dict[str, Path]:
+    return {"a": tiny_llama, "b": other_llama}
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,13 @@ from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import read_header
 from tests.serving.compare import paths, report
 from tests.serving.conftest import Serve
-from tests.serving.tiny_models import make_model, random_tokens
+from tests.serving.tiny_models import random_tokens
 from tests.unit.waiting import wait_until
 
 
-def test_whole_prefix_policy_other_flags_and_new_weights(workdir: Path, serve: Serve) -> None:
+def test_whole_prefix_policy_other_flags_and_new_weights(
+    workdir: Path, serve: Serve, other_llama: Path
+) -> None:
     """`as` reads each byte once; the next server has another chunk size, then other weights.
 
     It has what was exported from the store of the first one, which is gone.
@@ -38,13 +40,12 @@ def test_whole_prefix_policy_other_flags_and_new_weights(workdir: Path, serve: S
     assert main(["export", str(file), *at]) == main(["clear", "--yes", *at]) == DONE
     assert not segment.exists()
     assert main(["import", str(file), *at]) == DONE
-    other = make_model("llama", workdir / "other", initializer_range=0.1)
     with serve("as", *flags, "--impress-chunk-tokens=16") as server:
         assert paths([server.generate(question, 1)]) == ["ssd"]
         fresh = random_tokens(300, seed=13)
         server.store_prompts(fresh)
         assert paths([server.generate([*fresh, 7, 8], 1)]) == ["ssd"]
-        changed = server.post("/update_weights_from_disk", model_path=str(other))
+        changed = server.post("/update_weights_from_disk", model_path=str(other_llama))
         assert changed.ok and changed.json()["success"]
         assert paths([server.generate(question, 1)]) == ["computed"]
 

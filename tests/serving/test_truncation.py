@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving.conftest import Serve
+from tests.serving.conftest import BLENDS, Serve
 from tests.serving.harness import Server
 from tests.serving.tiny_models import make_model, random_tokens
 from tests.serving.tiny_tokenizer import add_tokenizer
@@ -30,8 +30,7 @@ def truncating(workdir: Path, serve: Serve) -> Iterator[Server]:
         f"--context-length={CONTEXT}",
         "--impress-truncate=0.5",
         "--enable-cache-report",
-        "--impress-blend=0.15",
-        "--impress-blend-min-tokens=128",
+        *BLENDS,
     )
     with serve("truncating", *flags, model=model, words=True) as server:
         yield server

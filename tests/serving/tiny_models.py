@@ -7,6 +7,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+
 VOCAB = 1000
 # The last ones of a vocabulary.
 _MEDIA_TOKENS = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
@@ -130,7 +133,6 @@ _ALSO: dict[str, dict[str, Any]] = {
 
 def make_model(family: str, folder: Path, **overrides: Any) -> Path:
     """Save a model of a family with fixed random weights; returns its folder."""
-    import torch
     import transformers
 
     torch.manual_seed(5)
@@ -168,7 +170,6 @@ def make_draft(folder: Path) -> tuple[Path, Path]:
 
     The answers are the same, and KVs have another shape.
     """
-    import torch
     import transformers
 
     model, target = _verifying(folder)
@@ -186,7 +187,6 @@ def make_draft(folder: Path) -> tuple[Path, Path]:
 
 def make_basis(model: Path, path: Path, ranks: int = 1) -> Path:
     """Bases of a model, for one rank and for so many."""
-    import torch
     import transformers
 
     from impress_sglang.cli.calibrate import Prompts, calibrated
@@ -205,9 +205,6 @@ def make_eagle(folder: Path) -> tuple[Path, Path]:
     The norm before the layer, which drafts do not have, changes nothing. Of what a draft sees, the
     embedding of the next token counts.
     """
-    import torch
-    from safetensors.torch import save_file
-
     model, target = _verifying(folder)
     weights = target.state_dict()
     draft, size = folder / "draft", target.config.hidden_size
@@ -230,9 +227,7 @@ def make_eagle3(folder: Path) -> tuple[Path, Path]:
     What the layer attends to counts most, so that it does not matter that drafts add it to what the
     model knew one token before.
     """
-    import torch
     import transformers
-    from safetensors.torch import save_file
 
     model = make_model("llama", folder / "target", num_hidden_layers=1)
     target = transformers.AutoModelForCausalLM.from_pretrained(model)
@@ -258,9 +253,6 @@ def make_eagle3(folder: Path) -> tuple[Path, Path]:
 
 def make_mtp(folder: Path) -> tuple[Path, Path]:
     """A MiMo of one layer that predicts two tokens: its second layer is the first one again."""
-    import torch
-    from safetensors.torch import save_file
-
     model, target = _verifying(folder, "qwen2")
     target.config.architectures = ["MiMoForCausalLM"]
     target.config.save_pretrained(model)
@@ -279,9 +271,6 @@ def make_mtp(folder: Path) -> tuple[Path, Path]:
 
 def make_adapter(folder: Path, seed: int) -> Path:
     """An adapter (LoRA) of the attention of the tiny Llama, which changes its answers."""
-    import torch
-    from safetensors.torch import save_file
-
     generator, weights, sizes = torch.Generator().manual_seed(seed), {}, {"q": 128, "k": 32}
     for layer in range(_GROUPED["num_hidden_layers"]):
         for name, size in (sizes | {"v": 32, "o": 128}).items():

@@ -6,15 +6,12 @@ import contextlib
 import dataclasses
 import os
 import statistics
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
-PERIOD_SECONDS = 0.5
 # Until this share of a life is over, caches fill and code is loaded; the end is as long.
 WARM_UP = 0.1
 # A shorter life is all warm-up.
@@ -25,31 +22,20 @@ MOST_GROWTH_BYTES = 300 << 20
 
 
 class Watch:
-    """Looks at the server of each life, on a thread of its own."""
+    """Looks at the server of each life."""
 
     def __init__(self) -> None:
         # Of each life: seconds since it began, and resident bytes of all its processes then.
         self.lives: list[list[tuple[float, int]]] = []
 
-    @contextlib.contextmanager
-    def life(self, pid: int) -> Iterator[None]:
-        """Look for the time of a `with` block at a server, which may be killed meanwhile."""
-        stopped, began, looks = threading.Event(), time.monotonic(), list[tuple[float, int]]()
+    def begin(self) -> None:
+        """Another life."""
+        self.lives.append([])
+        self._began = time.monotonic()
 
-        def look_on() -> None:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                while not stopped.wait(PERIOD_SECONDS):
-                    looks.append((time.monotonic() - began, resident_bytes(pid)))
-
-        with ThreadPoolExecutor(1) as pool:
-            looking = pool.submit(look_on)
-            try:
-                yield
-            finally:
-                stopped.set()
-            # Who stops looking has seen nothing wrong, which is no finding.
-            looking.result()
-        self.lives.append(looks)
+    def look(self, pid: int) -> None:
+        """See what its server has now."""
+        self.lives[-1].append((time.monotonic() - self._began, resident_bytes(pid)))
 
     def growths(self) -> dict[str, float]:
         """Of resident bytes, in lives that are long, from the end of the warm-up on."""
