@@ -19,12 +19,6 @@ from impress_sglang.serving.why import Reason
 from tests.integration.worlds import STORED, World
 
 
-@pytest.fixture(autouse=True)
-def ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that has our tree cache."""
-    monkeypatch.setattr(report_transport, "_policy", "impress")
-
-
 def test_sglang_asks_for_reports(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the streamer of a server that has our tree cache, and no other."""
     monkeypatch.setattr(SchedulerOutputStreamer, "has_additional_customized_info", False)
