@@ -83,7 +83,7 @@ def test_a_part_of_a_prefix_has_slots_of_its_own(world: PaperWorld) -> None:
         assert req.host_hit_length == TOKENS // 4
         request = world.begin_load(req)
         assert request.k == TOKENS // 4 and request.start == TOKENS - TOKENS // 4
-        assert world.cache._private()[0] == TOKENS // 4
+        assert world.told("stats")["device_pool"]["private_tokens"] == TOKENS // 4
         told = request.report
         assert told["used_tokens"] == told["loaded_tokens"] == TOKENS // 4
         assert told["shared_tokens"] == 0 and told["bits"] == 16.0

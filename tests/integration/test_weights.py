@@ -83,6 +83,7 @@ def test_session(world: World) -> None:
 
 def test_write_under_way_is_given_up(world: World) -> None:
     """A layer that is being read is waited for, no other is read, and nothing is published."""
+    before = world.pool.reads
     world.pool.go_on.clear()
     world.pool.reading.clear()
     world.prefill("written", OTHER)
@@ -94,6 +95,7 @@ def test_write_under_way_is_given_up(world: World) -> None:
         world.pool.go_on.set()
     assert release.exception() is None and world.pool.paused
     world.service.store.writes.drain()
+    assert world.pool.reads == before + 1
     assert not world.cache._saves.writing_tokens
     world.call("resume_memory_occupation", tags=["kv_cache"])
     assert world.service.suspended is None

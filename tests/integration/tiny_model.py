@@ -76,7 +76,7 @@ class Pool:
             [*torch.full((shape.num_layers, size, shape.num_kv_heads, dim), math.nan)]
             for dim in (shape.key_dim, shape.value_dim)
         )
-        self.paused = False
+        self.paused, self.reads = False, 0
         self.reading, self.go_on = threading.Event(), threading.Event()
         self.go_on.set()
 
@@ -87,6 +87,7 @@ class Pool:
         return self.values[layer]
 
     def _get_key_buffer(self, layer: int) -> Tensor:
+        self.reads += 1
         self.reading.set()
         assert self.go_on.wait(30)
         assert not self.paused, "the pool is read while it is paused"
