@@ -167,11 +167,13 @@ class History:
             for tokens in has(other):
                 found = length(store, tokens)
                 if found < length(other, tokens) == len(tokens):
-                    # Of two that were written at once and begin alike, one is used; what was
-                    # purged while its place was not known, is not.
+                    # Of two that were written at once and begin alike, one is used, and leaves a
+                    # hole if it is lost; what was purged while its place was not known, is not.
                     (first,) = look_up(other, tokens).slice(found, found + 1)
-                    info = first.segment.info
-                    assert info.segment_id in store.unattached._banned or found > info.prefix_len
+                    info, segments = first.segment.info, store.tree.segments()
+                    holes = [hole.prompt()[: found + 1].tolist() for hole in segments if hole.lost]
+                    taken = found > info.prefix_len or tokens[: found + 1] in holes
+                    assert taken or info.segment_id in store.unattached._banned
 
 
 def has(store: PartStore) -> list[list[int]]:
