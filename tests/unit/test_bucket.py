@@ -125,10 +125,8 @@ def until_listed(store: PartStore, count: int) -> None:
 
 def until_kept(store: PartStore, count: int) -> None:
     """So many files are in its own directory."""
-    until(
-        store,
-        lambda: sum(segment.foreign_dir is None for segment in store.tree.segments()) == count,
-    )
+    segments = store.tree.segments
+    until(store, lambda: sum(s.foreign_dir is None for s in segments()) == count)
 
 
 def test_what_one_stores_others_find_and_keep(world: World, bucket: Faults) -> None:
@@ -246,7 +244,6 @@ def test_the_local_quota_holds(world: World, bucket: Faults) -> None:
         until(second, lambda: not second.summary()["bucket"]["fetching_bytes"])
         assert second.summary()["used_bytes"] <= 2 * one
     until(second, lambda: len(world.benches["b"].files()) <= 2)
-    until_found(second, prompt(4))
 
 
 @pytest.mark.parametrize("by", ["a", "b"])
@@ -379,9 +376,8 @@ def test_headers_say_what_is_a_segment_once_they_can_be_read(
     bucket.fails = lambda what, name: False
     until_found(second, prompt(1))
     (real,) = [name for name in bucket.segments if "/x/" not in name]
-    obstore.put(
-        bucket._store, real.replace(real[-8:-3], "fffff"), obstore.get(bucket._store, real).bytes()
-    )
+    content = obstore.get(bucket._store, real).bytes()
+    obstore.put(bucket._store, real.replace(real[-8:-3], "fffff"), content)
     until_listed(second, 3)
     check_rows(second, prompt(1))
 
