@@ -24,12 +24,6 @@ def flip_bit(path: Path, offset: int, bit: int = 0) -> None:
         file.write(bytes([byte[0] ^ (1 << bit)]))
 
 
-def flip_header_bit(segment: Path, offset: int = 100) -> None:
-    """One bit of a segment's header is wrong."""
-    assert offset < header_bytes(segment)
-    flip_bit(segment, offset)
-
-
 def flip_data_bit(segment: Path, block: int = 0) -> None:
     """One bit of a block of a segment's KVs is wrong."""
     flip_bit(segment, header_bytes(segment) + block * BLOCK_BYTES + 17)

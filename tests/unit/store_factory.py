@@ -347,9 +347,9 @@ def look_again(store: PrefixStore) -> None:
     until(store, lambda: not store.summary()["segments_suspect"])
 
 
-def recover(store: PrefixStore) -> None:
-    """Until the disk has answered again, which failed."""
-    until(store, lambda: store.health.state == "ok")
+def until_well(store: PrefixStore) -> None:
+    """Until the disk has answered again, which failed, and nothing is suspect."""
+    until(store, lambda: store.health.state == "ok" and not store.health.suspects)
 
 
 class Room(FileSystem):

@@ -20,7 +20,7 @@ from tests.faults import Faults, FaultyFileSystem, Rule, read_only
 from tests.unit import store_factory as stores
 from tests.unit import test_store_faults as failing_store
 from tests.unit.store_factory import Workbench, check_rows, length, lengths, look_up, prompt
-from tests.unit.test_store_faults import read, shared_prefix, until_well
+from tests.unit.test_store_faults import read
 
 faults, store = failing_store.faults, failing_store.store
 
@@ -33,7 +33,7 @@ def cut(path: Path, size: int) -> None:
 LOOKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "good": (lambda path: None, "segments_cleared"),
     "a damaged block": (damage.flip_data_bit, "segments_quarantined"),
-    "a damaged header": (damage.flip_header_bit, "segments_quarantined"),
+    "a damaged header": (functools.partial(damage.flip_bit, offset=100), "segments_quarantined"),
     **{
         f"cut to {size}": (functools.partial(cut, size=size), "segments_quarantined")
         for size in (-1, -4096, 4096, 100, 0)
@@ -125,6 +125,15 @@ def test_a_damaged_segment_on_a_read_only_disk_costs_nothing_else(
     stores.until(store, lambda: store.stats.segments_quarantined == 1)
 
 
+def shared_prefix(bench: Workbench, store: PrefixStore) -> tuple[Path, list[tuple[int, ...]]]:
+    """A stored prefix and two that build on it; the file of the first."""
+    first = prompt(1, 24)
+    chats = [(*first, *prompt(number, 16)) for number in (7, 8)]
+    for tokens in (first, *chats):
+        bench.put(store, tokens)
+    return stores.path_of(bench, look_up(store, first)), chats
+
+
 @pytest.fixture
 def frequent_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("impress_sglang.store.health.FIRST_LOOK_S", 0.01)
@@ -188,7 +197,7 @@ def test_what_the_machine_refuses_condemns_nothing(
         wanted = faults.hits[rules[0].name] + 2 * MAX_LOOKS
         stores.until(store, lambda: faults.hits[rules[0].name] >= wanted)
         assert path.exists() and store.stats.segments_quarantined == 0
-    until_well(store)
+    stores.until_well(store)
     check_rows(store, chats[0])
     assert store.stats.segments_cleared == 1
 

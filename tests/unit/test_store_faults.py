@@ -34,6 +34,7 @@ from tests.unit.store_factory import (
     path_of,
     prompt,
     until,
+    until_well,
 )
 
 
@@ -49,10 +50,6 @@ def store(bench: Workbench, faults: Faults) -> PrefixStore:
     return bench.open(files=FaultyFileSystem(faults), io_timeout=0.8)
 
 
-def until_well(store: PrefixStore) -> None:
-    until(store, lambda: store.health.state == "ok" and not store.health.suspects)
-
-
 def read(store: PrefixStore, tokens: tuple[int, ...]) -> None:
     """What a request does with a stored prefix: right rows, or `PrefixUnreadable`, reported."""
     try:
@@ -62,15 +59,6 @@ def read(store: PrefixStore, tokens: tuple[int, ...]) -> None:
         raise
     finally:
         check_store(store)
-
-
-def shared_prefix(bench: Workbench, store: PrefixStore) -> tuple[Path, list[tuple[int, ...]]]:
-    """A stored prefix and two that build on it; the file of the first."""
-    first = prompt(1, 24)
-    chats = [(*first, *prompt(number, 16)) for number in (7, 8)]
-    for tokens in (first, *chats):
-        bench.put(store, tokens)
-    return path_of(bench, look_up(store, first)), chats
 
 
 READ_FAULTS = {

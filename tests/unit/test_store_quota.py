@@ -156,7 +156,7 @@ def test_without_the_room_that_was_made_nothing_is_written(
         assert store.quota.missing(0) == pytest.approx(bench.one, abs=1000)
 
     assert name in caplog.text
-    stores.recover(store)
+    stores.until_well(store)
     stores.check_index(store)
     bench.put_all(store, 3, 4)
     wait_until(lambda: len(list(bench.root.rglob("*.kv*"))) == 2)
@@ -174,7 +174,7 @@ def test_what_was_offered_before_a_file_stayed_is_not_written(bench: Workbench) 
         assert bench.offer(store, prompt(3)) is StoreOutcome.ACCEPTED
         assert length(store, prompt(1, 64)) == 0
         store.health.report_failure("something else", OSError("a test"), reading=False)
-        stores.recover(store)
+        stores.until_well(store)
         assert bench.offer(store, prompt(4)) is StoreOutcome.ACCEPTED
         gate.opened.set()
         store.writes.drain()
@@ -196,7 +196,7 @@ def test_a_file_that_cannot_be_removed_counts_and_all_else_goes_on(
         assert bench.offer(store, prompt(4)) is StoreOutcome.ACCEPTED
         store.writes.drain()
         assert length(store, prompt(4)) == 0
-        stores.recover(store)
+        stores.until_well(store)
         for number in range(5, 9):
             store.worker.submit(int).result()
             bench.put(store, prompt(number))
