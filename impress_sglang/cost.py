@@ -20,26 +20,26 @@ from impress_sglang.config import EXACT_BITS
 
 # Observations of an octave that are remembered, as the time constant of an exponential: with times
 # that vary by 5%, rates are right within 3%.
-MEMORY = 16
-KEPT = 1.0 - 1.0 / MEMORY
+TIME_CONSTANT = 16
+DECAY = 1.0 - 1.0 / TIME_CONSTANT
 # Strength with which rates keep the ratio of the first guess, where observations do not determine
 # it: more with a floor, where few sizes may be seen, and estimates needed for longer ones (if most
 # passes on an H100 are questions, estimates are up to 2 times too long, and with 1e-5 up to 5).
 # `LEAST` is the lower bound of rates.
 RIDGE, FLOORED_RIDGE = 1e-9, 1e-3
-LEAST = 1e-6
+MIN_RATE = 1e-6
 # If `CHANGED_MEMORY` recent times were all longer, or all shorter, than expected, by this factor in
 # the median, the device has changed, and earlier observations count as `CHANGED_WEIGHT` at most.
 # Times of passes of one octave differ by less: as many tokens may attend to few tokens or to many.
-CHANGED_MEMORY = 8
-CHANGED_FACTOR = 1.8
-CHANGED_WEIGHT = 2.0
+DRIFT_TIME_CONSTANT = 8
+DRIFT_FACTOR = 1.8
+DRIFT_WEIGHT = 2.0
 # Octaves that take at least this many times as long as the shortest determine the rates. On an H100
 # a pass of Llama-3-8B takes 9 ms for any number of tokens up to 300; on a CPU the constant part of
 # a pass is added to its tokens, and is a quarter of such a pass at most.
-LONGER = 4.0
+SIZE_BOUND_FACTOR = 4.0
 # There is a floor if the smallest sizes take at least this many times as long as the rates predict.
-SHOWN = 1.2
+FLOOR_FACTOR = 1.2
 
 # First guesses; only their ratios matter. A fast NVMe drive with many reads in flight.
 START_SECONDS_PER_PIECE = 4e-6
@@ -56,13 +56,13 @@ START_SECONDS_PER_LOADED = 1e-5
 
 # Short passes, such as those of questions, only bound the time of longer ones. Until that is known,
 # a prefix is computed if that takes at most this many times as long as reading it.
-MOST_TO_LEARN = 2.0
+MAX_TO_LEARN = 2.0
 # Number of recent requests that determine the time of few tokens after many.
-LATELY = 9
+RECENT_REQUESTS = 9
 # More bits, or more recomputation, may take this many times as long as the fastest choice.
-HARDLY_LONGER = 1.1
+TOLERANCE = 1.1
 # A pass waits for layers at most this many times as long as it was expected to take.
-MOST_LATE = 4.0
+MAX_WAIT_FACTOR = 4.0
 
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -124,7 +124,7 @@ class Cost:
             error = math.log(seconds / self._seconds(self._before, x, y))
         row = _row(x * self._first_x, y * self._first_y, seconds)
         self._recent.append((error, place, row))
-        if len(self._recent) == CHANGED_MEMORY:
+        if len(self._recent) == DRIFT_TIME_CONSTANT:
             self._age()
         self._now = self._solve(self._recent)
 
@@ -164,23 +164,23 @@ class Cost:
         Rates alone would follow only after earlier times are forgotten; so those are scaled, unless
         one of the latest times contradicts that.
         """
-        errors, min_drift = [error for error, *_ in self._recent], math.log(CHANGED_FACTOR)
+        errors, min_drift = [error for error, *_ in self._recent], math.log(DRIFT_FACTOR)
         middle, count = statistics.median(errors), 1
         agreed = min(math.copysign(1.0, middle) * error for error in errors)
         if abs(middle) >= min_drift and agreed >= min_drift / 2:
             count = len(errors)
             for place, sums in self._octaves.items():
-                weight = min(CHANGED_WEIGHT / sums[0], 1.0)
+                weight = min(DRIFT_WEIGHT / sums[0], 1.0)
                 self._octaves[place] = sums * weight * math.exp(middle) ** _POWERS
         for _ in range(count):
             _, place, row = self._recent.popleft()
-            self._octaves[place] = KEPT * self._octaves.get(place, 0.0) + row
+            self._octaves[place] = DECAY * self._octaves.get(place, 0.0) + row
         self._before = self._solve()
 
     def _solve(self, recent: Iterable[tuple[float, int, Floats]] = ()) -> _Solution:
         octaves = dict(self._octaves)
         for _, place, row in recent:
-            octaves[place] = KEPT * octaves.get(place, 0.0) + row
+            octaves[place] = DECAY * octaves.get(place, 0.0) + row
         seen = sorted(octave for octave, sums in octaves.items() if sums[0] >= self._least_weight)
         if not seen:
             return _Solution(None if self._floored else (1.0, 1.0))
@@ -189,14 +189,14 @@ class Cost:
             return _Solution(_rates_of(means, RIDGE))
         times = np.minimum.accumulate(1.0 / means[::-1, -1])[::-1]
         largest, lowest = seen[-1], float((1.0 / (means[:, 1] + means[:, 2])).min())
-        shown = means[times >= LONGER * times[0]]
+        shown = means[times >= SIZE_BOUND_FACTOR * times[0]]
         if not len(shown):
             sizes = [0.0, *means[:, -2].tolist()]
             return _Solution(None, sizes, [0.0, *times.tolist()], largest, lowest)
         rates = _rates_of(shown, FLOORED_RIDGE)
         # If even the smallest sizes take as long as the rates predict, there is no floor.
         share = means[0][1] * rates[0] + means[0][2] * rates[1]
-        floor = float(times[0]) if SHOWN * share < 1.0 else 0.0
+        floor = float(times[0]) if FLOOR_FACTOR * share < 1.0 else 0.0
         return _Solution(rates, times=[floor], largest=largest, lowest=lowest)
 
 
@@ -225,10 +225,10 @@ def _rates_of(octaves: Floats, ridge: float) -> tuple[float, float]:
     per_x = (x * yy - y * xy) / (xx * yy - xy * xy)
     per_y = (y * xx - x * xy) / (xx * yy - xy * xy)
     # A rate below its bound is set to it, and the other to the best value given that.
-    if per_x < LEAST:
-        return LEAST, max((y - xy * LEAST) / yy, LEAST)
-    if per_y < LEAST:
-        return max((x - xy * LEAST) / xx, LEAST), LEAST
+    if per_x < MIN_RATE:
+        return MIN_RATE, max((y - xy * MIN_RATE) / yy, MIN_RATE)
+    if per_y < MIN_RATE:
+        return max((x - xy * MIN_RATE) / xx, MIN_RATE), MIN_RATE
     return per_x, per_y
 
 
@@ -245,8 +245,8 @@ class ReadCost(Cost):
     def observe(self, pieces: float, num_bytes: float, seconds: float) -> None:
         """Learn from one read of `num_bytes` in `pieces` pieces."""
         super().observe(pieces, num_bytes, seconds)
-        self._pieces = KEPT * self._pieces + pieces
-        self._bytes = KEPT * self._bytes + num_bytes
+        self._pieces = DECAY * self._pieces + pieces
+        self._bytes = DECAY * self._bytes + num_bytes
 
     @property
     def bytes_per_second(self) -> float:
@@ -298,7 +298,7 @@ class Estimate:
 
     def loads_faster(self) -> bool:
         """Whether loading is at least as fast as computing; True before any pass."""
-        factor = 1.0 if self.known else MOST_TO_LEARN
+        factor = 1.0 if self.known else MAX_TO_LEARN
         return self.recompute is None or factor * self.seconds() <= self.recompute
 
     def seconds(self, unread: float = 1.0) -> float:
@@ -313,7 +313,7 @@ class Estimate:
 
 def best_within_tolerance(estimates: Sequence[Estimate]) -> int:
     """Index of the first estimate that takes hardly longer than the fastest; best quality first."""
-    limit = HARDLY_LONGER * min(estimate.seconds() for estimate in estimates)
+    limit = TOLERANCE * min(estimate.seconds() for estimate in estimates)
     return next(number for number, estimate in enumerate(estimates) if estimate.seconds() <= limit)
 
 
@@ -330,18 +330,18 @@ class Estimator:
         # Passes of the model, without loading: x is new tokens, y is pairs that attend.
         self.computing = Cost(START_SECONDS_PER_TOKEN, per_pair, floored=True)
         # Recent seconds of few tokens after many cached ones, per cached token.
-        self._behind: collections.deque[float] = collections.deque(maxlen=LATELY)
+        self._after_loaded: collections.deque[float] = collections.deque(maxlen=RECENT_REQUESTS)
         # For a blend: seconds per loaded token, and the factor by which computing takes longer
         # than in a pass of SGLang's.
         self.blending = Cost(START_SECONDS_PER_LOADED, 1.0)
 
-    def note_request(self, before: int, new: int, seconds: float) -> None:
+    def observe_request(self, before: int, new: int, seconds: float) -> None:
         """Learn that computing `new` tokens of a prompt after `before` took `seconds`."""
-        self.computing.observe(new, pairs_of(before, new), seconds)
+        self.computing.observe(new, attention_pairs(before, new), seconds)
         if before > new:
-            self._behind.append(seconds / before)
+            self._after_loaded.append(seconds / before)
 
-    def note_blend(self, work: RequestLengths, computed: float, seconds: float) -> None:
+    def observe_blend(self, work: RequestLengths, computed: float, seconds: float) -> None:
         """Learn that a blend took `seconds`, reading excluded; see `estimate_blend`."""
         self.blending.observe(work.stored, self._blended_seconds(work, computed), seconds)
 
@@ -370,17 +370,17 @@ class Estimator:
 
     def pass_seconds(self, before: float, new: float) -> float:
         """Seconds that a pass over `new` tokens after `before` takes, as far as known."""
-        seconds = self.computing.seconds(new, pairs_of(before, new))
-        if before > new and len(self._behind) > 1:
+        seconds = self.computing.seconds(new, attention_pairs(before, new))
+        if before > new and len(self._after_loaded) > 1:
             # The lower median: one of two observations may have waited for a compiler.
-            seconds = max(seconds, statistics.median_low(self._behind) * before)
+            seconds = max(seconds, statistics.median_low(self._after_loaded) * before)
         return seconds
 
     def computing_seconds(self, before: int, new: int) -> float | None:
         """Seconds, or an upper bound, of computing `new` tokens after `before`; None if unknown."""
         return self._computing(before, new)[0]
 
-    def faster_seconds(self, left: float, before: int, new: int) -> float | None:
+    def seconds_saved(self, left: float, before: int, new: int) -> float | None:
         """Seconds of computing, if less than the `left` seconds of a load; otherwise None."""
         computing = self.computing_seconds(before, new)
         return computing if computing is not None and left > computing else None
@@ -391,16 +391,16 @@ class Estimator:
         None if the rest takes longer than the pass, which could then not hide it.
         """
         pass_seconds = self.pass_seconds(before, new)
-        return MOST_LATE * pass_seconds if left <= pass_seconds else None
+        return MAX_WAIT_FACTOR * pass_seconds if left <= pass_seconds else None
 
     def _computing(self, before: int, new: int) -> tuple[float | None, bool]:
-        return self.computing.bound(new, pairs_of(before, new))
+        return self.computing.bound(new, attention_pairs(before, new))
 
     def _blended_seconds(self, work: RequestLengths, computed: float) -> float:
         """Seconds for SGLang to compute `computed` tokens, spread evenly over the stored ones."""
         return self.computing.seconds(computed, computed * (work.resident + work.stored / 2))
 
 
-def pairs_of(before: float, new: float) -> float:
+def attention_pairs(before: float, new: float) -> float:
     """Number of pairs of a new token and a token that it attends to, after `before` tokens."""
     return new * (before + (new + 1) / 2)

@@ -25,6 +25,7 @@ import math
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -224,9 +225,16 @@ def run_test(item: pytest.Item, following: pytest.Item | None) -> None:
 
 def in_fork(work: Callable[[], int], seconds: float) -> int | None:
     """What `work` gives in a fork of this process; none if it takes longer."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _in_fork(work, seconds, folder)
+
+
+def _in_fork(work: Callable[[], int], seconds: float, folder: str) -> int | None:
     child = os.fork()
     if child == 0:
         os.setpgrp()
+        # Folders of tests, which no fork removes at its end.
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = folder
         output = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(output, descriptor)

@@ -253,9 +253,9 @@ class FaultyFileSystem(FileSystem):
         if fault == "torn-kill":
             self.kill_process()
 
-    def date(self, descriptor: int, written_ns: int) -> None:
+    def set_mtime(self, descriptor: int, written_ns: int) -> None:
         self.enter("date", self.path_of(descriptor))
-        super().date(descriptor, written_ns)
+        super().set_mtime(descriptor, written_ns)
 
     def sync(self, descriptor: int) -> None:
         self.enter("sync", self.path_of(descriptor))

@@ -205,7 +205,7 @@ class Engine:
         store.tree.touch(match)
         source = store.readers.open(match.spans, exact=self._exact)
         try:
-            store.ahead.join(source)
+            store.ahead.add_running(source)
             self.plan_seconds += time.perf_counter() - began
             for layer, (keys, values) in enumerate(self._model.pools):
                 store.ahead.top_up()

@@ -216,7 +216,7 @@ class Store:
 
     def sight(self, tokens: Tokens, first: int = 0) -> int:
         """Count a text, but for its `first` tokens; how many of these are worth storing."""
-        return sys.maxsize if self._sights is None else self._sights.note("", tokens, first)
+        return sys.maxsize if self._sights is None else self._sights.count_prefix("", tokens, first)
 
     def find(self, tokens: Tokens) -> StoredMatch:
         """What is stored of a prompt and long enough to be loaded."""

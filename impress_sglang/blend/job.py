@@ -49,9 +49,9 @@ class BlendJob(LoadJob):
     """Runs to read, in prompt order, from the first token that is not resident."""
     kinds: Uint8s
     """uint8 [stop - start], the `TokenKind` of each of its tokens."""
-    share: float
+    recompute_ratio: float
     """Share of the `REUSED` tokens to compute, on average over the layers."""
-    new: int
+    num_new: int
     """Number of prompt tokens that follow."""
     read_tokens: int
     """Most tokens to read in one step."""
@@ -69,15 +69,15 @@ class BlendJob(LoadJob):
     groups: list[list[Run]] = dataclasses.field(default_factory=list)
     """The runs, grouped by read step; set when reading starts."""
 
-    computes: ClassVar[bool] = True
+    computes_after_reads: ClassVar[bool] = True
 
     @property
     def spans(self) -> tuple[StoredSpan, ...]:
         return tuple(run.span for run in self.runs)
 
     @property
-    def parts(self) -> tuple[int, int, int]:
-        """See `LoadJob.parts`; the kept tokens come first."""
+    def tokens_by_origin(self) -> tuple[int, int, int]:
+        """See `LoadJob.tokens_by_origin`; the kept tokens come first."""
         kept = int(np.argmax(np.append(self.kinds, TokenKind.COMPUTED) != TokenKind.KEPT))
         reused, computed = (
             np.count_nonzero(self.kinds == kind) for kind in (TokenKind.REUSED, TokenKind.COMPUTED)
@@ -87,7 +87,7 @@ class BlendJob(LoadJob):
     @property
     def seconds(self) -> float:
         """Seconds of restoring and computing, without waiting for the drive or for other jobs."""
-        return max(self.fill_seconds - self.reads.wait_ms / 1e3, 0.0) + self.spent
+        return max(self.fill_seconds - self.read_stats.wait_ms / 1e3, 0.0) + self.spent
 
     def seconds_left(self, num_layers: int, now: float) -> float | None:
         """See `LoadJob.seconds_left`; computing takes as long as estimated."""
@@ -98,13 +98,13 @@ class BlendJob(LoadJob):
         left = super().seconds_left(max(len(self.groups), 1) * num_layers, now)
         return None if left is None else left + computing
 
-    def unread(self, num_layers: int) -> float:
-        return super().unread(max(len(self.groups), 1) * num_layers)
+    def unread_fraction(self, num_layers: int) -> float:
+        return super().unread_fraction(max(len(self.groups), 1) * num_layers)
 
-    def begin_at(self, start: int) -> None:
-        """See `LoadJob.begin_at`: resident tokens are not read, evicted ones are."""
+    def set_start(self, start: int) -> None:
+        """See `LoadJob.set_start`: resident tokens are not read, evicted ones are."""
         before = self.start
-        super().begin_at(start)
+        super().set_start(start)
         self.position = start
         if start >= before:
             runs = [run.part(start, run.stop) for run in self.runs if run.stop > start]
@@ -131,7 +131,7 @@ class BlendJob(LoadJob):
             for number, group in enumerate(self.groups):
                 if number + 1 < len(self.groups):
                     opened_sources.append(self._open(number + 1))
-                    self.store.ahead.wait(opened_sources[-1])
+                    self.store.ahead.add_waiting(opened_sources[-1])
                 slots, turn = self._placed(group)
                 yield opened_sources.pop(0), slots, turn
         finally:
@@ -143,9 +143,9 @@ class BlendJob(LoadJob):
 
     def _placed(self, runs: list[Run]) -> tuple[Tensor, AfterFill | None]:
         """Return the slots of a group, and a function that rotates its keys if necessary."""
-        assert self.target is not None
+        assert self.target_slots is not None
         new = torch.cat([torch.arange(run.start, run.stop) for run in runs])
-        slots = self.target[(new - self.start).to(self.target.device)]
+        slots = self.target_slots[(new - self.start).to(self.target_slots.device)]
         if not any(run.shift for run in runs):
             return slots, None
         shift = torch.cat([torch.full((len(run),), run.shift) for run in runs])
@@ -191,15 +191,15 @@ def groups_of(runs: Sequence[Run], max_tokens: int) -> list[list[Run]]:
     return groups
 
 
-def share_of_layer(share: float, layer: int, num_layers: int) -> float:
+def ratio_of_layer(ratio: float, layer: int, num_layers: int) -> float:
     """Return the share of the reused tokens to compute in a layer after the checked ones.
 
-    CacheBlend 4.3 filters gradually: more than `share` at first, less at the end, `share` on
+    CacheBlend 4.3 filters gradually: more than `ratio` at first, less at the end, `ratio` on
     average.
     """
     first, last = CHECKED_LAYERS, max(num_layers - 1, CHECKED_LAYERS + 1)
-    spread = min(0.5, (1.0 - share) / share) if share else 0.0
-    return share * (1.0 + spread * (1.0 - 2.0 * (layer - first) / (last - first)))
+    spread = min(0.5, (1.0 - ratio) / ratio) if ratio else 0.0
+    return ratio * (1.0 + spread * (1.0 - 2.0 * (layer - first) / (last - first)))
 
 
 def computed_again(reused: Flags, deviations: Float32s, count: int) -> Flags:

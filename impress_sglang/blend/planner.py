@@ -29,7 +29,7 @@ HEAD_TOKENS = 16
 # Seconds after which a slow blend is tried again.
 MEASURE_SECONDS = 60.0
 # Shares that auto chooses from, the largest first.
-SHARES = (0.75, 0.5, 0.4, 0.3, 0.25, 0.2, AUTO_SHARE)
+RECOMPUTE_RATIOS = (0.75, 0.5, 0.4, 0.3, 0.25, 0.2, AUTO_SHARE)
 
 
 class BlendPlanner:
@@ -80,7 +80,7 @@ class BlendPlanner:
             of its text is stored.
         """
         service = self._service
-        if blend == OFF or kv_class.share >= 1.0 or kv_class.exact:
+        if blend == OFF or kv_class.recompute_ratio >= 1.0 or kv_class.exact:
             return None
         if not service.in_use or not service.store.health.readable:
             return None
@@ -114,7 +114,7 @@ class BlendPlanner:
         num_bytes = store.readers.bytes_to_read([run.span for run in read], codes=True)
         io = store.readers.seconds_to_read(num_bytes)
         share, estimate = self._choose(
-            work, kinds, io, SHARES if blend == AUTO else (float(blend),)
+            work, kinds, io, RECOMPUTE_RATIOS if blend == AUTO else (float(blend),)
         )
         if (refusal := self._too_slow(estimate, plain_job)) is not None:
             # A drive that was slow may be faster again, and so may be blending.
@@ -146,8 +146,8 @@ class BlendPlanner:
             estimate=estimate,
             runs=read,
             kinds=kinds,
-            share=share,
-            new=work.new,
+            recompute_ratio=share,
+            num_new=work.new,
             read_tokens=self._read_tokens,
         )
 

@@ -52,7 +52,7 @@ def plan(args: Namespace) -> dict[str, Any]:
         "read_share": round(read / exact, 3),
         "read_ms": round(read / per_second * 1e3, 1),
         "read_exact_ms": round(exact / per_second * 1e3, 1),
-        "buffer_gb": round(2 * layout.most_layer_bytes / _GB, 3),
+        "buffer_gb": round(2 * layout.max_layer_bytes / _GB, 3),
         "written_gb_per_day": round(args.per_day * stored / _GB, 1),
     }
 

@@ -57,7 +57,7 @@ PACK_BYTES, RUN_BYTES = 64 << 20, 32 << 20
 # Seconds between scans for packs of other processes.
 SCAN_SECONDS = 1.0
 # A pack is dated at most once in so many seconds.
-DATE_SECONDS = 60.0
+MTIME_SECONDS = 60.0
 # Seconds between counts of other processes' bytes; and the share of the quota that one eviction
 # frees, since it lists all files.
 COUNT_SECONDS, SLACK = 10.0, 0.02
@@ -163,8 +163,8 @@ class PageStore:
         self._index: dict[bytes, Page] = {}
         self._packs: dict[str, Sequence[bytes]] = {}
         self._probes: list[Future[None]] = []
-        self._dated: dict[str, float] = {}
-        self._held, self._counted_at, self._scanned_at = 0, -COUNT_SECONDS, -SCAN_SECONDS
+        self._mtimes_set: dict[str, float] = {}
+        self._used_bytes, self._counted_at, self._scanned_at = 0, -COUNT_SECONDS, -SCAN_SECONDS
         self._in, self._out = (AlignedBuffer(), AlignedBuffer()), AlignedBuffer()
         try:
             self._files.make_directory(self._folder, parents=True)
@@ -203,7 +203,7 @@ class PageStore:
                 earlier, begun = begun, None
                 if run is not None and self._usable(reading=True):
                     begun = run, self._reader.submit(self._read, run, self._in[number % 2])
-                contents = {} if earlier is None else self._taken(*earlier)
+                contents = {} if earlier is None else self._read_run(*earlier)
                 for place, content in contents.items():
                     put(place, content)
                     done[place] = True
@@ -255,7 +255,7 @@ class PageStore:
             runs.append([(place, page)])
         return runs
 
-    def _taken(
+    def _read_run(
         self, run: _Run, read: Future[dict[int, memoryview] | None]
     ) -> dict[int, memoryview]:
         """Return the intact pages of a run that is being read; unless all are, drop its pack."""
@@ -370,10 +370,10 @@ class PageStore:
     def _date(self, pack: str, descriptor: int) -> None:
         """Date a pack that is used, of which the oldest go first."""
         now = time.monotonic()
-        if now - self._dated.get(pack, -math.inf) >= DATE_SECONDS:
-            self._dated[pack] = now
+        if now - self._mtimes_set.get(pack, -math.inf) >= MTIME_SECONDS:
+            self._mtimes_set[pack] = now
             with contextlib.suppress(OSError):
-                self._files.date(descriptor, time.time_ns())
+                self._files.set_mtime(descriptor, time.time_ns())
 
     def _write(self, name: str, content: memoryview) -> bool:
         if not self._make_room(len(content)):
@@ -381,14 +381,14 @@ class PageStore:
         path = self._folder / name
         with publishing(self._files, path, direct=self._direct) as descriptor:
             self._files.write(descriptor, 0, content)
-        self._held += len(content)
+        self._used_bytes += len(content)
         return True
 
     def _make_room(self, needed: int) -> bool:
         """Evict files of any namespace until `needed` bytes fit; False if they cannot."""
         free = self._files.free_bytes(self._folder) - self._min_free
         fresh = time.monotonic() - self._counted_at < COUNT_SECONDS
-        if fresh and self._held + needed <= self._quota and needed <= free:
+        if fresh and self._used_bytes + needed <= self._quota and needed <= free:
             return True
         held = list[tuple[int, int, Path]]()
         for folder in self._files.list(self._root):
@@ -398,15 +398,17 @@ class PageStore:
                         path = self._root / folder / name
                         stat = self._files.stat(path)
                         held.append((stat.st_mtime_ns, stat.st_size, path))
-        self._held, self._counted_at = sum(size for _, size, _ in held), time.monotonic()
-        if needed > min(self._quota, free + self._held):
+        self._used_bytes, self._counted_at = sum(size for _, size, _ in held), time.monotonic()
+        if needed > min(self._quota, free + self._used_bytes):
             return False
-        limit = self._quota if self._held + needed <= self._quota else self._quota * (1 - SLACK)
+        limit: float = self._quota
+        if self._used_bytes + needed > limit:
+            limit *= 1 - SLACK
         for _, size, path in sorted(held):
-            if self._held + needed <= limit and needed <= free:
+            if self._used_bytes + needed <= limit and needed <= free:
                 break
             self._remove(path)
-            self._held, free = self._held - size, free + size
+            self._used_bytes, free = self._used_bytes - size, free + size
         return True
 
     def _remove(self, path: Path) -> None:

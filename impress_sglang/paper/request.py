@@ -61,7 +61,7 @@ class StoredRequest:
     source: PartSource
     report: dict[str, Any]
     layers_loaded: int = 0
-    loading: bool = True  # the source is open
+    is_loading: bool = True  # the source is open
     failed: bool = False  # not loadable: SGLang drops the results of its pass
     adopted: bool = False  # its slots belong to SGLang's tree
 
@@ -134,7 +134,7 @@ class StoredRequest:
                 chosen = _joined(probe, others)
             keys.index_copy_(0, self.slots, chosen)
             values.index_copy_(0, self.slots, loaded_values)
-            source.note_selection(layer, loaded.numpy(), scores)
+            source.record_selection(layer, loaded.numpy(), scores)
         return loaded
 
     @contextmanager
@@ -157,7 +157,7 @@ class StoredRequest:
 
     def end_layer(self) -> None:
         """Count a layer as loaded; after the last one, end loading."""
-        if self.loading:
+        if self.is_loading:
             self.source.end_layer(self.layers_loaded)
         self.layers_loaded += 1
         if self.layers_loaded == self.source.num_layers:
@@ -165,8 +165,8 @@ class StoredRequest:
 
     def end_loading(self) -> None:
         """Close the source, if it is open, and report its reads."""
-        if self.loading:
-            self.loading = False
+        if self.is_loading:
+            self.is_loading = False
             # This counts the reads ahead.
             self.store.close_source(self.source)
             self.report.update(bits_mean=EXACT_BITS, **self.source.stats.as_dict())

@@ -22,14 +22,14 @@ RETENTIONS = (1.0, 0.75, 0.5, 0.35)
 class PartPlan(NamedTuple):
     """Stored tokens of `match` from `start` on, of which each layer may use `k`.
 
-    `loads`: loading them is estimated to be at least as fast as computing them.
+    `worthwhile`: loading them is estimated to be at least as fast as computing them.
     """
 
     match: StoredMatch
     start: int
     k: int
     estimate: Estimate
-    loads: bool
+    worthwhile: bool
 
     @property
     def stop(self) -> int:

@@ -139,7 +139,7 @@ class PartSource(StoredSource):
         columns_read = [self._joined(columns, wanted, places, blocks, k) for columns in kinds]
         return columns_read.pop(0) if keys else None, columns_read.pop(0) if values else None
 
-    def note_selection(self, layer: int, selected: Indices, importance: Tensor | None) -> None:
+    def record_selection(self, layer: int, selected: Indices, importance: Tensor | None) -> None:
         """Record the tokens [head groups, k] that the layer uses; updates the averages.
 
         `importance` [H, m] are scores of all query heads, or of the probe heads; None if the tokens

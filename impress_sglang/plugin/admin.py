@@ -61,7 +61,7 @@ def around_message(original: Callable[..., Any], scheduler: Any, message: Any) -
         send = getattr(scheduler, "send_control_output", None)
         (send or scheduler.ipc_channels.send_to_tokenizer.send_output)(output, message)
 
-    (ALONE if cache is None else cache.ranks).together(answer)
+    (ALONE if cache is None else cache.ranks).run_in_lockstep(answer)
     return None
 
 
@@ -97,10 +97,11 @@ def _explain_prompt(cache: ImpressTreeCache, asked: Any) -> dict[str, Any]:
     service, namespace, tokens = cache.service, namespace_of(asked), as_tokens(asked.input_ids)
     exactly = asked.verb == "warm"
     options = LoadOptions() if exactly else load_options_of(None, service.config)
-    min_quality = EXACT if exactly else service.least(options)
+    min_quality = EXACT if exactly else service.min_quality(options)
     stored = cache.planner.match(namespace, tokens, min_quality).num_tokens
     report = new_report(service.policy.name, stored, len(tokens))
-    seen = None if cache.frequency is None else cache.frequency.note(namespace, tokens, count=False)
+    frequency = cache.frequency
+    seen = None if frequency is None else frequency.count_prefix(namespace, tokens, count=False)
     why = cache.planner.explain(report, namespace, tokens, options, seen, admitted=False)
     return {"tokens": len(tokens), "stored_tokens": stored, "why": why}
 
@@ -124,7 +125,7 @@ def _pin(cache: ImpressTreeCache, asked: Any) -> dict[str, Any]:
             length = store.pins.longest(name, tokens) or len(tokens)
         else:
             length = cache.planner.match(namespace_of(asked), tokens, ANYTHING).num_tokens
-        tokens = tokens[: cache.ranks.least([length])[0]]
+        tokens = tokens[: cache.ranks.all_reduce_min([length])[0]]
         if not len(tokens):
             raise AdminError("no state of it is stored: warm it first")
     if asked.verb == "unpin":
@@ -186,7 +187,7 @@ def _overview(cache: ImpressTreeCache, asked: Any) -> dict[str, Any]:
         "since": recent.since,
         "now": time.time(),
         "stats": cache.summary(),
-        "requests": recent.after(asked.after),
+        "requests": recent.since_number(asked.after),
         "periods": recent.periods(),
         "segments": segments,
     }

@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.common import release_kv_cache
 
 from impress_sglang.plugin.job_slots import JobSlots
 from impress_sglang.plugin.request_tracker import RequestTracker, TrackedRequest
-from impress_sglang.serving.job_queue import WINDOW, JobQueue
+from impress_sglang.serving.job_queue import ADMISSION_WINDOW, JobQueue
 from impress_sglang.serving.load_jobs import LoadJob
 
 logger = logging.getLogger(__name__)
@@ -78,8 +78,8 @@ class EarlyAdmission:
                 # SGLang drops the results of the pass; its users are retracted before the next one.
                 for tracked in self._users_of(job):
                     tracked.req.is_retracted = True
-            elif job.events:
-                torch.cuda.current_stream().wait_event(job.events[layer])
+            elif job.layer_events:
+                torch.cuda.current_stream().wait_event(job.layer_events[layer])
 
     def may_start(self, tracked: TrackedRequest) -> bool:
         """Whether a request may be admitted although its job is not done."""
@@ -93,34 +93,39 @@ class EarlyAdmission:
             or job is None
             or job.done.is_set()
             or job.revoked
-            or job.computes
-            or not tracked.leads
+            or job.computes_after_reads
+            or not tracked.started_job
         ):
             # Followers may need more than this job loads, which is planned when it is done.
             return False
-        if job.early:
+        if job.inserted_early:
             return True
         now, new = time.monotonic(), len(req.origin_input_ids) - job.stop
         left = job.seconds_left(self._num_layers, now)
         # The row of a session may outlive its request, which then cannot be retracted.
-        if job.slots is None or left is None or new > self._max_tokens or req.session is not None:
+        if (
+            job.owned_slots is None
+            or left is None
+            or new > self._max_tokens
+            or req.session is not None
+        ):
             return False
         max_wait = self._estimator.max_layer_wait(left, job.stop, new)
-        queue = itertools.islice(self._scheduler.waiting_queue, WINDOW)
+        queue = itertools.islice(self._scheduler.waiting_queue, ADMISSION_WINDOW)
         others = (self._tracked.get(queued.rid) for queued in queue if queued is not req)
         # No other request may wait in its pass.
-        alone = self._slots.is_idle() and all(o and self._queue.waits(o) for o in others)
+        alone = self._slots.is_idle() and all(o and self._queue.must_wait(o) for o in others)
         if max_wait is None or not alone or self._slots.lacking(job) < len(job):
             return False
-        job.deadline = now + max_wait
+        job.pass_deadline = now + max_wait
         # Passes that use these slots wait for its layers.
         self._slots.insert(job)
-        job.early = True
+        job.inserted_early = True
         if not self.jobs:
             self._kv_pool.register_layer_transfer_counter(self)
         self.jobs.append(job)
         # Reads are reported once all layers are read.
-        job.told, tracked.early_job = True, job
+        job.reads_reported, tracked.early_job = True, job
         tracked.sources.loaded += len(job)
         tracked.sources.stop = job.stop
         return True

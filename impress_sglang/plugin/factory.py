@@ -87,7 +87,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
         heads = 1 if is_latent(pool) else runner.model_config.get_total_num_kv_heads()
         # Segments of another node are on that node's drive.
         node_ranks = options.tp_size * options.pp_size // options.nnodes
-        ranks.copies = math.gcd(max(tp_size // heads, 1), node_ranks)
+        ranks.head_replicas = math.gcd(max(tp_size // heads, 1), node_ranks)
     if no_codes := kv_format.no_codes or STATEFUL * stateful:
         config = config.without_codes(no_codes)
         logger.info("prefixes are loaded exactly: %s", no_codes)
@@ -101,7 +101,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
         # Before the store is opened.
         check_blended(runner.model)
         loads = BlendLoads
-    config = share_of_rank(config, ranks.size, ranks.copies)
+    config = share_of_rank(config, ranks.size, ranks.head_replicas)
     policy = make_policy(config)
     shape = kv_shape(runner, policy, config, tp_size)
     shape = replace(shape, exact=config.kept != CODES)
@@ -114,8 +114,8 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
         part = ranks.rank * parts // tp_size, parts
         basis = Basis.load(Path(config.basis).expanduser(), part).keeping(config.code_bits)
         rotation = rotation_of(runner.model, "--impress-basis")
-        # See `PoolLayers.beyond`.
-        codec = BasisCodec(basis, rotation, beyond=int(bool(drafts)))
+        # See `PoolLayers.draft_offset`.
+        codec = BasisCodec(basis, rotation, draft_offset=int(bool(drafts)))
         shape = shape_by(basis, shape)
         # So that other threads need not compute it.
         codec.rotation.prepare(runner.model_config.context_len)

@@ -22,7 +22,7 @@ def connect(scheduler: Any) -> None:
     if cache is not None:
         cache.attach(scheduler)
         watch_messages(scheduler, cache.weights)
-        if cache.ranks.batches > 1:
+        if cache.ranks.batches_in_flight > 1:
             scheduler.get_next_batch_to_run = functools.partial(
                 around_next_batch, scheduler.get_next_batch_to_run, cache.ranks
             )
@@ -34,7 +34,7 @@ def around_next_batch(
     """In a pipeline, start no batch until all stages have finished what they do in lockstep."""
     from sglang.srt.managers.scheduler import NextBatchPlan
 
-    if ranks.holds():
+    if ranks.holds_batches():
         return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
     return original(running_batch=running_batch, last_batch=last_batch)
 
@@ -44,8 +44,8 @@ def after_policy(_: None, policy: Any, waiting_queue: Any, *__: Any, **___: Any)
     cache = impress_cache_of(policy.tree_cache)
     if cache is None:
         return
-    if cache.loads.order is not None:
-        cache.loads.order.arrange(waiting_queue)
+    if cache.loads.queue_order is not None:
+        cache.loads.queue_order.arrange(waiting_queue)
     if cache.service.lookahead.has_waiting:
         # Prefixes of earlier requests are evicted last.
         cache.service.lookahead.set_queue([req.rid for req in waiting_queue])

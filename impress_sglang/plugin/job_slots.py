@@ -30,7 +30,7 @@ class JobSlots:
         """`retract` retracts the users of a job into the queue."""
         self._cache = requests.cache
         self._provenance = requests.provenance
-        self._scheduler, self._put_back = scheduler, retract
+        self._scheduler, self._retract = scheduler, retract
         self._allocation = requests.allocation
         self.windows = self._allocation.has_aux
         """Whether layers with windows have rows of their own, which `room` does not count."""
@@ -63,14 +63,14 @@ class JobSlots:
         """
         req, job = tracked.req, tracked.job
         total = len(req.full_untruncated_fill_ids) + _new_tokens(req) + self._cache.page_size
-        if job is not None and (job.slots is not None or job in counted):
-            return total - tracked.common
+        if job is not None and (job.owned_slots is not None or job in counted):
+            return total - tracked.common_tokens
         match = match_resident(self._cache, key_of(req))
         node, length = match.last_device_node, match.device_prefix_len
         if job is not None:
             counted.add(job)
             # The job may load more than the request can use.
-            total += job.stop - tracked.common
+            total += job.stop - tracked.common_tokens
         if node in counted:
             return total - length
         counted.add(node)
@@ -111,32 +111,32 @@ class JobSlots:
         if taken is None:
             cache.unlock(lock)
             return False
-        job.begin_at(start)
-        job.hold = lock
-        job.slots, job.rows = taken
-        job.target = job.slots
-        if job.slots.is_cuda:
+        job.set_start(start)
+        job.lock = lock
+        job.owned_slots, job.aux_slots = taken
+        job.target_slots = job.owned_slots
+        if job.owned_slots.is_cuda:
             # A pass in flight may still use them.
-            job.after = self._scheduler.forward_stream.record_event()
+            job.writable_event = self._scheduler.forward_stream.record_event()
         return True
 
     def free(self, job: LoadJob) -> None:
         """Free the slots of a job, which must not be written any more, and release its lock."""
-        assert job.slots is not None and job.rows is not None
-        self._allocation.free(job.slots, job.rows)
-        job.slots = None
-        self._cache.unlock(job.hold)
+        assert job.owned_slots is not None and job.aux_slots is not None
+        self._allocation.free(job.owned_slots, job.aux_slots)
+        job.owned_slots = None
+        self._cache.unlock(job.lock)
 
     def insert(self, job: LoadJob) -> None:
         """Insert the slots of a job into the tree, and extend its lock to all of them.
 
         SGLang frees slots of tokens that were computed meanwhile.
         """
-        cache, slots = self._cache, job.slots
-        assert slots is not None and job.rows is not None
-        path = cache.path_device_indices(job.hold.node)[: job.start].to(torch.int64)
+        cache, slots = self._cache, job.owned_slots
+        assert slots is not None and job.aux_slots is not None
+        path = cache.path_device_indices(job.lock.node)[: job.start].to(torch.int64)
         # Provenance of its KVs, which follow those in the slots of `path`.
-        provenance, stored, kept = self._provenance, job.match.quality, job.parts[0]
+        provenance, stored, kept = self._provenance, job.match.quality, job.tokens_by_origin[0]
         depth = stored.depth + (not job.kv_class.exact)
         provenance.mark(slots[:kept], depth, blended=stored.blended)
         if kept < len(slots):
@@ -149,16 +149,16 @@ class JobSlots:
             inserted_len=job.start,
         )
         if self._allocation.window:
-            params.set_evicted_seqlen(ComponentType.SWA, job.stop - len(job.rows))
-        elif len(job.rows):
-            params.mamba_value = job.rows
+            params.set_evicted_seqlen(ComponentType.SWA, job.stop - len(job.aux_slots))
+        elif len(job.aux_slots):
+            params.mamba_value = job.aux_slots
         result = cache.insert(params)
         if result.mamba_exist:
-            self._allocation.free_aux(job.rows)
-        job.slots = None
+            self._allocation.free_aux(job.aux_slots)
+        job.owned_slots = None
         lock = cache.lock(result.last_device_node)
-        cache.unlock(job.hold)
-        job.hold = lock
+        cache.unlock(job.lock)
+        job.lock = lock
 
     def discard(self, job: LoadJob) -> None:
         """Remove a failed job that was inserted from the tree, and retract all requests that use
@@ -166,8 +166,8 @@ class JobSlots:
 
         They return to the queue as if there were no room for them.
         """
-        self._put_back(job)
-        self._cache.unlock(job.hold)
+        self._retract(job)
+        self._cache.unlock(job.lock)
         drop_below(self._cache, self._key(job), job.start)
 
     def lock_for(self, tracked: TrackedRequest) -> Any:
@@ -179,7 +179,7 @@ class JobSlots:
         self._cache.unlock(hold)
 
     def _key(self, job: LoadJob) -> RadixKey:
-        extra_key, salt = job.space
+        extra_key, salt = job.key_scope
         return RadixKey(array("q", job.tokens.tolist()), extra_key, cache_salt=salt)
 
 

@@ -44,7 +44,7 @@ class PoolLayers(StoredLayers):
         super().__init__(self._of_pool)
         self._pool = full_pool(pool)
         self._whole = None if window_pool(pool) is None else pool
-        self.beyond = 0
+        self.draft_offset = 0
         """Number of tokens after its own that a slot depends on: drafts see the next one."""
 
     def add(
@@ -63,7 +63,7 @@ class PoolLayers(StoredLayers):
             return [*rows, *(keys for pool in (self._pool, *pools) for keys in index_keys(pool))]
 
         self.packed = PackedLayers(shape, shape.num_layers, parts, window)
-        self.beyond = int(len(pools) > 0 and not window)
+        self.draft_offset = int(len(pools) > 0 and not window)
         count = len(self.packed)
         return dataclasses.replace(
             shape, num_layers=shape.num_layers + count, raw_layers=count if raw else 0

@@ -32,7 +32,7 @@ from impress_sglang.store.miss_log import MissCause
 logger = logging.getLogger(__name__)
 
 # Most jobs per request that may end without having loaded anything.
-MAX_TRIES = 3
+MAX_FAILURES = 3
 # Longest sleep of the scheduler while all requests wait for jobs.
 IDLE_SECONDS = 0.002
 # While a batch runs, ranks vote on saves alone every so many passes: a vote takes 0.2 ms.
@@ -67,12 +67,12 @@ class PrefixLoads:
         self._min_tokens = service.config.min_prefix_tokens
         self._agreement = Agreement(requests.ranks)
         self.jobs: JobQueue[TrackedRequest] = JobQueue(
-            *(slots, self._loader, self._note_end, self._after_job),
+            *(slots, self._loader, self._on_job_end, self._replan),
             *(self._min_tokens, self._agreement.now),
         )
         self._early_admission = EarlyAdmission(requests, scheduler, self.jobs, slots)
         schedule = service.config.schedule
-        self.order = None if schedule == OFF else QueueOrder(schedule, self._serving)
+        self.queue_order = None if schedule == OFF else QueueOrder(schedule, self._serving)
         """None if the queue is not reordered."""
 
     def plan(self, tracked: TrackedRequest) -> None:
@@ -81,17 +81,21 @@ class PrefixLoads:
         # The prefix of the class that it was moved to may be evicted.
         self._requests.lower_bits(tracked)
         req, key, not_served = tracked.req, key_of(tracked.req), tracked.report["not_served"]
-        if tracked.tries >= MAX_TRIES or not_served is not None or len(key) < self._min_tokens:
+        if (
+            tracked.num_failures >= MAX_FAILURES
+            or not_served is not None
+            or len(key) < self._min_tokens
+        ):
             return
-        if self._alone and not self._planner.looks_for(len(key)):
+        if self._alone and not self._planner.looks_up(len(key)):
             return
-        tracked.found = resident = match_resident(self._cache, key).device_prefix_len
+        tracked.planned_resident = resident = match_resident(self._cache, key).device_prefix_len
         tokens = as_tokens(key.raw_token_ids())
         job, proposal = self._plan_of(tracked, tokens, resident), LoadProposal()
         num_missing = len(tokens) - resident
         if job is not None:
             patience = self._service.estimator.computing_seconds(resident, num_missing)
-            proposal = LoadProposal(job.stop, job.loads, patience)
+            proposal = LoadProposal(job.stop, job.worthwhile, patience)
         planned = _Planned(tracked, job, proposal)
         if self._alone:
             self._begin(planned, proposal)
@@ -100,23 +104,23 @@ class PrefixLoads:
 
     def _plan_of(self, tracked: TrackedRequest, tokens: Tokens, resident: int) -> LoadJob | None:
         kv_class = tracked.kv_class
-        return self._planner.plan(tracked.namespace, tracked.space, tokens, resident, kv_class)
+        return self._planner.plan(tracked.namespace, tracked.key_scope, tokens, resident, kv_class)
 
     def _begin(self, planned: _Planned, proposal: LoadProposal) -> None:
         """Carry out a plan as far as all ranks propose it: join or begin a job."""
         tracked, job = planned.tracked, planned.job
         if job is None or proposal.stop - job.start < self._min_tokens:
             return
-        tracked.report.update(estimate_fields(job.estimate, loads=proposal.loads))
-        if not proposal.loads:
+        tracked.report.update(estimate_fields(job.estimate, loads=proposal.worthwhile))
+        if not proposal.worthwhile:
             # Without measuring, slow reads would keep prefixes from ever being loaded again.
             self._loader.measure(job.store, job.spans[:1], exact=tracked.kv_class.exact)
             return
         if proposal.stop < job.stop:
-            job = self._planner.cut(job, proposal.stop)
+            job = self._planner.shorten(job, proposal.stop)
         job.store.tree.touch(job.match)
-        self._service.lookahead.set_expected(tracked.rid, (*job.spans, *job.behind))
-        tracked.patience = proposal.patience
+        self._service.lookahead.set_expected(tracked.rid, (*job.spans, *job.state_spans))
+        tracked.compute_seconds = proposal.compute_seconds
         tracked.stored_tokens, tracked.read_seconds = job.stop, job.estimate.io
         self.jobs.join(tracked, job)
 
@@ -124,15 +128,15 @@ class PrefixLoads:
         """Called once per pass: carry out what all ranks agree on, and give slots to jobs."""
         if self._votes(saves):
             self._loader.wake.clear()
-            slow = self._slow()
+            slow = self._slow_jobs()
             proposals = {planned: planned.proposal for planned in self._planned.values()}
-            agreed = self._agreement.agree(proposals, self.jobs.begun, slow, saves.over())
-            saves.release(agreed.saves)
+            agreed = self._agreement.agree(proposals, self.jobs.started, slow, saves.ended())
+            saves.release(agreed.ended_saves)
             for job in agreed.slow:
-                if job.slots is not None:
+                if job.owned_slots is not None:
                     # If only another rank finds computing faster, this rank has no estimate.
                     self._compute_instead(job, *slow.get(job, (0.0, 0.0)))
-            for planned, proposal in agreed.wishes.items():
+            for planned, proposal in agreed.proposals.items():
                 # In a pipeline it may have been planned again since, or have ended.
                 rid = planned.tracked.rid
                 if self._planned.get(rid) is planned:
@@ -157,12 +161,12 @@ class PrefixLoads:
             self.plan(tracked)
         if self._early_admission.is_blocked(tracked):
             return False
-        if not self.jobs.waits(tracked) and self._has_lost(tracked):
+        if not self.jobs.must_wait(tracked) and self._has_lost(tracked):
             self.plan(tracked)
         if tracked.rid in self._planned:
             return False
         # With several ranks, a pass would have to fail on all of them.
-        return not self.jobs.waits(tracked) or (
+        return not self.jobs.must_wait(tracked) or (
             self._alone and self._early_admission.may_start(tracked)
         )
 
@@ -171,8 +175,8 @@ class PrefixLoads:
         rid = tracked.rid
         self._planned.pop(rid, None)
         self.jobs.leave(tracked)
-        if self.order is not None:
-            self.order.forget(rid)
+        if self.queue_order is not None:
+            self.queue_order.forget(rid)
         self._service.lookahead.stop_waiting(rid)
 
     def end_pass(self, tracked: TrackedRequest) -> None:
@@ -180,9 +184,9 @@ class PrefixLoads:
         job, tracked.early_job = tracked.early_job, None
         if job is not None:
             job.done.wait(IDLE_SECONDS)
-            tracked.layer_wait_seconds += job.gated
+            tracked.layer_wait_seconds += job.pass_wait_seconds
             # On an accelerator, the stream waits, and the time includes that.
-            tracked.timing_invalid = tracked.timing_invalid or bool(job.events)
+            tracked.timing_invalid = tracked.timing_invalid or bool(job.layer_events)
             self._requests.report_reads(tracked, job)
 
     def wait_briefly(self) -> bool:
@@ -220,7 +224,7 @@ class PrefixLoads:
         return Serving(
             self._service.estimator.estimate(work, tracked.read_seconds),
             length + stored >= self._min_tokens,
-            0.0 if job is None else job.unread(self._service.shape.num_layers),
+            0.0 if job is None else job.unread_fraction(self._service.shape.num_layers),
         )
 
     def check(self) -> None:
@@ -232,8 +236,8 @@ class PrefixLoads:
 
     def _has_lost(self, tracked: TrackedRequest) -> bool:
         # Resident tokens may be evicted before the request is admitted.
-        expected = max(tracked.sources.stop, tracked.found)
-        if not expected or tracked.hold is not None:
+        expected = max(tracked.sources.stop, tracked.planned_resident)
+        if not expected or tracked.lock is not None:
             return False
         resident = match_resident(self._cache, key_of(tracked.req)).device_prefix_len
         if resident >= expected:
@@ -242,18 +246,18 @@ class PrefixLoads:
             tracked.sources = PrefixSources()
         return True
 
-    def _note_end(self, job: LoadJob) -> None:
+    def _on_job_end(self, job: LoadJob) -> None:
         if isinstance(job.error, PrefixUnreadable) and self._service.opened is job.store:
             logger.warning("a stored prefix is computed: %s", job.error)
             job.store.report(job.error)
-        elif job.state is JobState.FAILED and job.error is None and self._ranks.copies > 1:
+        elif job.state is JobState.FAILED and job.error is None and self._ranks.head_replicas > 1:
             # Another rank that failed to read these segments may never try them again.
             spans, tree = job.match.slice(job.start, job.stop), job.store.tree
             segments = dict.fromkeys(span.segment for span in reversed(spans))
             lost = [segment for segment in segments if tree.get(segment.segment_id) is segment]
             job.store.writes.discard(lost, MissCause.DAMAGED)
 
-    def _after_job(self, tracked: TrackedRequest, job: LoadJob) -> None:
+    def _replan(self, tracked: TrackedRequest, job: LoadJob) -> None:
         if job.state is JobState.FAILED and not isinstance(job.error, SegmentUnreadable):
             # Damaged segments are already reported to the store.
             self._decline(tracked, job)
@@ -270,22 +274,22 @@ class PrefixLoads:
         blocked = self.jobs.blocked
         # Requests that keep a prefix resident, collected once: the queue may be long.
         candidates = self._tracked.values() if blocked else ()
-        users = [other for other in candidates if other.admitted or other.hold is not None]
+        users = [other for other in candidates if other.admitted or other.lock is not None]
         for tracked in blocked:
-            blends = tracked.job is not None and tracked.job.computes
+            blends = tracked.job is not None and tracked.job.computes_after_reads
             if blends or tracked.kv_class.exact or tracked.req.session is not None:
                 continue
             if self._requests.raise_bits(tracked, users):
                 self.jobs.leave(tracked)
 
-    def _slow(self) -> dict[LoadJob, tuple[float, float]]:
+    def _slow_jobs(self) -> dict[LoadJob, tuple[float, float]]:
         """Return jobs slower than computing: seconds left to load, and seconds to compute."""
         slow, now = dict[LoadJob, tuple[float, float]](), time.monotonic()
         for job in self.jobs.loading if self._service.config.load != "always" else ():
             seconds_left = job.seconds_left(self._service.shape.num_layers, now)
             if seconds_left is None:
-                seconds_left = now - job.began_at if job.began_at else 0.0
-            took = self._service.estimator.faster_seconds(seconds_left, job.start, len(job))
+                seconds_left = now - job.started_at if job.started_at else 0.0
+            took = self._service.estimator.seconds_saved(seconds_left, job.start, len(job))
             if took is not None:
                 slow[job] = seconds_left, took
         return slow
@@ -299,5 +303,5 @@ class PrefixLoads:
                 estimated_load_ms=round(seconds_left * 1e3, 3),
                 estimated_recompute_ms=round(computing * 1e3, 3),
             )
-            tracked.tries = MAX_TRIES
+            tracked.num_failures = MAX_FAILURES
         self.jobs.give_up(job)

@@ -46,13 +46,13 @@ class _Save:
     """
 
     slots: Tensor  # int64 [n]
-    last: Any  # node of SGLang's tree at their end
+    last_node: Any  # node of SGLang's tree at their end
     state: Tensor | None  # slot of the state at their end
-    locked: int  # number of locked slots
+    num_locked: int  # number of locked slots
     locks: list[Any] = dataclasses.field(default_factory=list)
     windows_from: int = 0  # first token whose SWA KVs are locked
     reading: int = 0  # number of writes that read them
-    over: bool = False  # this rank has stopped reading them
+    ended: bool = False  # this rank has stopped reading them
     abandoned: threading.Event = dataclasses.field(default_factory=threading.Event)
     """Set before its slots may be reallocated and hold other KVs."""
 
@@ -93,7 +93,7 @@ class PrefixSaves:
         # With several samples, SGLang first computes the prompt alone, without new tokens.
         count = req.sampling_params.n == 1 or req.sampling_params.max_new_tokens == 0
         namespace, text = tracked.namespace, as_tokens(tokens)
-        seen = self._sketch.note(namespace, text, count=count)
+        seen = self._sketch.count_prefix(namespace, text, count=count)
         elsewhere = self._reusable_tokens(self._sketch, namespace, text, seen, count=count)
         tracked.frequent_tokens = max(seen, elsewhere)
         tracked.storable_tokens = max(tracked.frequent_tokens, tracked.storable_tokens or 0)
@@ -117,7 +117,7 @@ class PrefixSaves:
         content = store.tree.content
         if content is None:
             return 0
-        starts, often = sketch.note_text(namespace, tokens, count=count)
+        starts, often = sketch.count_text(namespace, tokens, count=count)
         often &= starts >= num_seen
         half = np.count_nonzero(starts >= num_seen) // 2
         if (
@@ -148,7 +148,7 @@ class PrefixSaves:
         req = tracked.req
         if up_to < len(req.origin_input_ids) or is_virtual_node(req.last_node):
             return
-        count = self._max_writable_tokens(tracked, up_to - self._planner.beyond)
+        count = self._max_writable_tokens(tracked, up_to - self._planner.draft_offset)
         if not self._can_lock(count):
             return
         last, state = req.last_node, None
@@ -180,7 +180,7 @@ class PrefixSaves:
         self._sampler.take(req.rid)
         if self._sketch is not None and tracked.storable_tokens is not None and req.output_ids:
             tokens = as_tokens([*req.origin_input_ids, *req.output_ids])
-            self._sketch.note(tracked.namespace, tokens, len(req.origin_input_ids))
+            self._sketch.count_prefix(tracked.namespace, tokens, len(req.origin_input_ids))
 
     def locked_tokens(self, protected: Callable[[], int]) -> int:
         """Count the `protected` tokens of SGLang's tree that only saves have locked.
@@ -199,13 +199,13 @@ class PrefixSaves:
         return int(before - after)
 
     def _lock(self, save: _Save) -> None:
-        save.locks = [self._cache.lock(save.last)]
+        save.locks = [self._cache.lock(save.last_node)]
         if self._window:
-            others, save.windows_from = lock_windows(self._cache, save.last, save.windows_from)
+            others, save.windows_from = lock_windows(self._cache, save.last_node, save.windows_from)
             save.locks += others
         elif self._layers.states is not None and not self._ranks.alone:
             # Each rank stores the last state that it considers worth storing.
-            save.locks += lock_states(self._cache, save.last)
+            save.locks += lock_states(self._cache, save.last_node)
 
     def _unlock(self, save: _Save) -> None:
         for lock in save.locks:
@@ -226,16 +226,16 @@ class PrefixSaves:
     def __bool__(self) -> bool:
         return bool(self._saves)
 
-    def over(self) -> list[_Save]:
+    def ended(self) -> list[_Save]:
         """Return the saves that are over on this rank, up to the first one that is not."""
-        return list(itertools.takewhile(lambda save: save.over, self._saves))
+        return list(itertools.takewhile(lambda save: save.ended, self._saves))
 
     def release(self, saves: Iterable[_Save]) -> None:
         """Release the slots of saves that are over on all ranks; repeated calls do nothing."""
         for save in saves:
             if save in self._saves:
                 del self._saves[save]
-                self.writing_tokens -= save.locked
+                self.writing_tokens -= save.num_locked
                 self._unlock(save)
 
     def finish(self) -> None:
@@ -244,7 +244,7 @@ class PrefixSaves:
         if store is not None:
             store.writes.drain()
             # Other weights, and so another store, may follow.
-            self._service.tell_metrics(now=True)
+            self._service.publish_metrics(now=True)
         self.give_all_up()
 
     def abandon(self) -> None:
@@ -275,7 +275,8 @@ class PrefixSaves:
     def _storable_tokens(self, tracked: TrackedRequest, num_tokens: int) -> int:
         """Count the leading slots of a request that are worth storing, in whole pages."""
         if self.frequency is not None:
-            num_tokens = min(num_tokens, (tracked.storable_tokens or 0) - self._planner.beyond)
+            storable = (tracked.storable_tokens or 0) - self._planner.draft_offset
+            num_tokens = min(num_tokens, storable)
         return self._planner.whole_pages(num_tokens)
 
     def _quality_of(self, tracked: TrackedRequest, slots: Tensor) -> tuple[Quality | None, int]:
@@ -288,7 +289,7 @@ class PrefixSaves:
             return EXACT, 0
         if depth > self._service.config.approximation_depth:
             return None, 0
-        ratio = kv_class.share if provenance.blended(slots) else 1.0
+        ratio = kv_class.recompute_ratio if provenance.blended(slots) else 1.0
         return Quality(depth, kv_class.bits, ratio), provenance.loaded_before(slots)
 
     def _offer(self, tracked: TrackedRequest, save: _Save) -> bool:
@@ -301,15 +302,15 @@ class PrefixSaves:
         quality, first = self._quality_of(tracked, save.slots)
         if quality is None or first >= len(save.slots):
             return False
-        if save.state is not None and len(save.slots) < save.locked:
-            _, count, save.state = last_state(self._cache, save.last, len(save.slots))
+        if save.state is not None and len(save.slots) < save.num_locked:
+            _, count, save.state = last_state(self._cache, save.last_node, len(save.slots))
             if count < self._min_tokens:
                 return False
             save.slots = save.slots[:count]
         if save.windows_from and len(save.slots) - save.windows_from < self._window:
             # Not loadable: too few tokens are left in layers with windows.
             return False
-        layers, beyond = self._layers, self._planner.beyond
+        layers, beyond = self._layers, self._planner.draft_offset
         # Each slot is stored as the last token that it depends on; the first ones may be any.
         rows = torch.cat([save.slots[:beyond], save.slots])
         tokens = as_tokens(req.full_untruncated_fill_ids[: len(rows)])
@@ -352,7 +353,7 @@ class PrefixSaves:
         save.reading -= writes
         if save.reading:
             return
-        save.over = True
+        save.ended = True
         if self._ranks.alone:
             self.release([save])
 

@@ -58,8 +58,8 @@ def identity_reader(context: Any, ranks: Ranks, read: Callable[[], str]) -> Call
     if ranks.size == context.tp_size * context.params.pp_size:
         return lambda: identity_of_rank(ranks, read)
     gather = _gathering(context.tp_group.cpu_group, context.tp_size)
-    everyone = Ranks(ranks.rank, context.tp_size, gather=gather)
-    everyone.copies = ranks.copies
+    everyone = Ranks(ranks.rank, context.tp_size, all_gather=gather)
+    everyone.head_replicas = ranks.head_replicas
     read_once = functools.cache(read)
     identity = identity_of_rank(everyone, read_once)
     own_identity = identity_of_rank(ranks, read_once)
@@ -119,9 +119,9 @@ def identity_of_rank(ranks: Ranks, read: Callable[[], str]) -> str:
         identity, failure = read(), None
     except Exception as error:
         identity, failure = "", error
-    identities = ranks.gather(identity)
+    identities = ranks.all_gather(identity)
     if failure is not None:
         raise failure
     if not all(identities):
         raise UnsupportedError("the weights of another rank have no identity")
-    return rank_identity(identities, ranks.rank // ranks.copies)
+    return rank_identity(identities, ranks.rank // ranks.head_replicas)

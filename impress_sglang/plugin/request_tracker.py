@@ -17,11 +17,11 @@ from impress_sglang.plugin.report_transport import attach
 from impress_sglang.plugin.tree_nodes import match_resident
 from impress_sglang.serving.custom_params import TRUNCATED_KEY, load_options_of, params_of
 from impress_sglang.serving.job_queue import Waiter
-from impress_sglang.serving.kv_class import KVClass, marked
-from impress_sglang.serving.load_jobs import LoadJob, Space
+from impress_sglang.serving.kv_class import KVClass, class_extra_key
+from impress_sglang.serving.load_jobs import KeyScope, LoadJob
 from impress_sglang.serving.load_planner import LoadPlanner
 from impress_sglang.serving.ranks import ALONE, Ranks
-from impress_sglang.serving.report import NO_ESTIMATE, new_report, split_again
+from impress_sglang.serving.report import NO_ESTIMATE, new_report, split_reported
 from impress_sglang.serving.service import Service
 from impress_sglang.serving.why import Detail
 from impress_sglang.storage.segment import Tokens
@@ -72,14 +72,15 @@ class TrackedRequest(Waiter):
     blends: bool = True  # False: never blend it, whatever is stored
 
     @property
-    def space(self) -> Space:
+    def key_scope(self) -> KeyScope:
         """Its `extra_key` with the mark of its class, and its `cache_salt`."""
         return self.req.extra_key, self.req.cache_salt
 
     def has_better_copy_for(self, other: TrackedRequest, count: int) -> bool:
         """Whether its class has more bits and its first `count` tokens are those of `other`."""
         mine, theirs = self.kv_class, other.kv_class
-        better = mine.bits > theirs.bits and (mine.exact or mine.share == theirs.share)
+        comparable = mine.exact or mine.recompute_ratio == theirs.recompute_ratio
+        better = mine.bits > theirs.bits and comparable
         namespace_key = self.extra_key, self.req.cache_salt
         if not better or namespace_key != (other.extra_key, other.req.cache_salt):
             return False
@@ -88,7 +89,7 @@ class TrackedRequest(Waiter):
 
     def begins_like(self, job: LoadJob, page_size: int) -> bool:
         """Whether its prompt has a job's prefix, and at least the first page that the job loads."""
-        if self.space != job.space:
+        if self.key_scope != job.key_scope:
             return False
         count = job.start + page_size
         tokens = as_tokens(self.req.full_untruncated_fill_ids[:count])
@@ -116,7 +117,7 @@ class RequestTracker:
         layers, keys = self.layers, self.layers(0)[0]
         packed, states = layers.packed, layers.states is not None
         window = packed.window if packed is not None else 0
-        layout = self.cache.page_size, layers.beyond, packed
+        layout = self.cache.page_size, layers.draft_offset, packed
         pairs = self.cache.tree_core.is_eagle
         self.planner = LoadPlanner(self.service, *layout, states=states, pairs=pairs)
         self.allocation = SlotAllocator(self.cache, window, states=states)
@@ -154,7 +155,7 @@ class RequestTracker:
             tracked.options, tracked.kv_class = LoadOptions(), KVClass()
         elif options.auto_bits and refusal is None and not kv_class.exact:
             tracked.kv_class = self._choose(tracked)
-        req.extra_key = marked(extra_key, tracked.kv_class, service.usual)
+        req.extra_key = class_extra_key(extra_key, tracked.kv_class, service.default_class)
         attach(req, report)
         self.by_rid[req.rid] = tracked
         return tracked
@@ -162,7 +163,7 @@ class RequestTracker:
     def _choose(self, tracked: TrackedRequest) -> KVClass:
         """Choose the class of a request that leaves it to the server."""
         key = key_of(tracked.req)
-        if not self.ranks.alone or not self.planner.looks_for(len(key)):
+        if not self.ranks.alone or not self.planner.looks_up(len(key)):
             # With several ranks, stored tokens are not known before the first match.
             return tracked.kv_class
         tokens = as_tokens(key.raw_token_ids())
@@ -183,7 +184,7 @@ class RequestTracker:
         for kv_class in dict.fromkeys(user.kv_class for user in better):
             resident = self._resident(tracked, kv_class)
             if resident > tracked.stored_tokens - min_tokens:
-                tracked.requested_class, tracked.found = tracked.kv_class, resident
+                tracked.requested_class, tracked.planned_resident = tracked.kv_class, resident
                 self._move(tracked, kv_class)
                 return True
         return False
@@ -196,12 +197,13 @@ class RequestTracker:
 
     def _move(self, tracked: TrackedRequest, kv_class: KVClass) -> None:
         tracked.kv_class, tracked.sources = kv_class, PrefixSources()
-        tracked.req.extra_key = marked(tracked.extra_key, kv_class, self.service.usual)
+        default = self.service.default_class
+        tracked.req.extra_key = class_extra_key(tracked.extra_key, kv_class, default)
         tracked.report.update(NO_ESTIMATE)
 
     def _resident(self, tracked: TrackedRequest, kv_class: KVClass) -> int:
         key = key_of(tracked.req)
-        extra_key = marked(tracked.extra_key, kv_class, self.service.usual)
+        extra_key = class_extra_key(tracked.extra_key, kv_class, self.service.default_class)
         class_key = RadixKey(key.token_ids, extra_key, limit=key.limit, cache_salt=key.cache_salt)
         return int(match_resident(self.cache, class_key).device_prefix_len)
 
@@ -221,7 +223,7 @@ class RequestTracker:
             loaded_tokens=loaded,
             blended_tokens=sources.blended,
             shared_tokens=shared,
-            tokens=split_again(
+            tokens=split_reported(
                 report,
                 resident=resident,
                 shared=shared,
@@ -237,12 +239,12 @@ class RequestTracker:
         resident = match_resident(self.cache, key_of(tracked.req)).device_prefix_len
         sources.stop = min(resident, job.stop)
         num_tokens = max(sources.stop - job.start, 0)
-        if job.told:
+        if job.reads_reported:
             sources.shared += num_tokens
             return
-        job.told = True
+        job.reads_reported = True
         sources.loaded += num_tokens
-        _, blended, computed = job.parts
+        _, blended, computed = job.tokens_by_origin
         sources.blended += blended
         sources.computed += computed
         self.report_reads(tracked, job)
@@ -250,12 +252,12 @@ class RequestTracker:
     def report_reads(self, tracked: TrackedRequest, job: LoadJob) -> None:
         """Add the cost of a job's reads to the report of a request."""
         report = tracked.report
-        for name, count in job.reads.as_dict().items():
+        for name, count in job.read_stats.as_dict().items():
             report[name] = report.get(name, 0) + count
         report.update(
             bits=tracked.kv_class.bits,
             bits_mean=job.bits,
-            load_ms=round(report["load_ms"] + job.fill_seconds * 1e3 - job.reads.wait_ms, 3),
+            load_ms=round(report["load_ms"] + job.fill_seconds * 1e3 - job.read_stats.wait_ms, 3),
             layers_whole=self.service.shape.num_layers,
             prefetched=True,
         )
@@ -265,10 +267,10 @@ class RequestTracker:
             1,
             attrs={
                 "tokens": len(job),
-                "queued_ms": round((job.began_at - job.planned_at) * 1e3, 3),
-                "read_ms": round(job.reads.wait_ms, 3),
-                "restored_ms": round(job.fill_seconds * 1e3 - job.reads.wait_ms, 3),
-                "ssd_bytes": job.reads.ssd_bytes,
+                "queued_ms": round((job.started_at - job.planned_at) * 1e3, 3),
+                "read_ms": round(job.read_stats.wait_ms, 3),
+                "restored_ms": round(job.fill_seconds * 1e3 - job.read_stats.wait_ms, 3),
+                "ssd_bytes": job.read_stats.ssd_bytes,
             },
         )
 
@@ -310,7 +312,7 @@ class RequestTracker:
         before_pass = times.queue_duration_s + tracked.layer_wait_seconds
         loading = min(report["load_ms"] / 1e3, before_pass)
         store = service.opened
-        service.recent.note(
+        service.recent.record(
             req.rid,
             "" if store is None else store.namespace(tracked.namespace),
             req.origin_input_ids,
@@ -321,7 +323,7 @@ class RequestTracker:
         )
         new = len(req.origin_input_ids) - report["prefix_tokens"]
         if new > 0 and computing > 0 and not (tracked.timing_invalid or req.retraction_count):
-            service.estimator.note_request(report["used_tokens"], new, computing)
+            service.estimator.observe_request(report["used_tokens"], new, computing)
 
 
 def key_of(req: Any) -> RadixKey:

@@ -239,13 +239,13 @@ class ImpressTreeCache(UnifiedRadixCache):
             self.service.poll()
             self._forget_ended()
             self.loads.poll(self._saves)
-            self.service.tell_metrics()
+            self.service.publish_metrics()
 
     def on_idle(self) -> None:
         """While SGLang is idle: wait briefly for jobs, or export metrics if there are none."""
         if not self.loads.wait_briefly():
             self._forget_ended()
-            self.service.tell_metrics(idle=True)
+            self.service.publish_metrics(idle=True)
 
     def has_pending_cache_operations(self) -> bool:
         """Whether slots are being filled: SGLang then neither flushes nor checks for leaks."""
@@ -287,7 +287,8 @@ class ImpressTreeCache(UnifiedRadixCache):
 
     def protected_size(self) -> int:
         """SGLang's protected tokens, plus slots outside its tree."""
-        return int(super().protected_size()) + self._private()[0] - self._locked_for_writes()
+        ours, _ = self._private()
+        return int(super().protected_size()) + ours - self._locked_for_writes()
 
     # SGLang's tree counts tokens of all layers and of layers without windows alike.
     full_evictable_size, full_protected_size = evictable_size, protected_size
@@ -309,7 +310,7 @@ class ImpressTreeCache(UnifiedRadixCache):
         slots = rows = 0
         for job in self.loads.jobs.loading if self._serves else ():
             slots += len(job)
-            rows += 0 if job.rows is None else len(job.rows)
+            rows += 0 if job.aux_slots is None else len(job.aux_slots)
         return slots, rows
 
     def _private_rows(self) -> int:
@@ -376,7 +377,7 @@ class ImpressTreeCache(UnifiedRadixCache):
         if self.ranks.alone:
             return self.integrity
         states = (FAILED, RUNNING, UNCHECKED, OK)
-        worst = states[self.ranks.least([states.index(self.integrity)])[0]]
+        worst = states[self.ranks.all_reduce_min([states.index(self.integrity)])[0]]
         if worst != RUNNING:
             self.integrity = worst
         return worst

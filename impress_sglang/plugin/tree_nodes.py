@@ -115,7 +115,7 @@ class Sweeps(MultiStepJobs[str, Iterator[tuple[int, bool]]]):
     def __init__(self, cache: Any, let_go: Callable[[], None] | None = None) -> None:
         """For SGLang's tree; before each step `let_go` unlocks nodes that may be freed."""
         super().__init__()
-        self._cache, self._let_go = cache, let_go
+        self._cache, self._give_up_saves = cache, let_go
 
     def step(self, name: str, namespace: str | None, prefix: RadixKey | None) -> tuple[int, bool]:
         """Take a step of the sweep of this name, which begins if it is new.
@@ -124,8 +124,8 @@ class Sweeps(MultiStepJobs[str, Iterator[tuple[int, bool]]]):
         (`namespace_of`); None: all. Returns the slots freed, and whether there is more to do, by
         the same name.
         """
-        if self._let_go is not None:
-            self._let_go()
+        if self._give_up_saves is not None:
+            self._give_up_saves()
         sweep = self.get_or_begin(name, lambda: self._sweep(namespace, prefix))
         # A sweep that fails starts again.
         del self[name]

@@ -17,7 +17,7 @@ from impress_sglang.serving.custom_params import (
     TRUNCATED_KEY,
     check_custom_params,
     find_cut,
-    share_of,
+    recompute_ratio_of,
 )
 
 # Fields of a request that refer to positions of its prompt, or hold it in another form: such a
@@ -87,7 +87,7 @@ def _cut_of(manager: Any, obj: Any, input_ids: list[int] | None) -> range | None
         return None
     custom = _custom_params(manager, obj)
     check_custom_params(custom, config)
-    fraction = share_of(custom, config)
+    fraction = recompute_ratio_of(custom, config)
     if input_ids is None or fraction is None or not _can_be_cut(obj):
         return None
     # Most tokens that SGLang accepts in this prompt.

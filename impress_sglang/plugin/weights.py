@@ -51,7 +51,7 @@ class WeightWatch:
         """Suspend the store: weights or the pool may change from now on, until `end`."""
         self._set_aside()
         self._changing = True
-        self._untouched = self._served.aside is None
+        self._untouched = self._served.suspended_by is None
         self._suspend(cause)
 
     def end(self, *, settled: bool) -> None:
@@ -69,7 +69,7 @@ class WeightWatch:
             if all_settled and (empty or self._ranks.all(self._untouched)):
                 self._use_again(empty=empty)
 
-        self._ranks.together(end)
+        self._ranks.run_in_lockstep(end)
 
     def flushed(self) -> None:
         """Handle an empty pool; also detects changes that no handler announced."""
@@ -78,12 +78,12 @@ class WeightWatch:
             if not self._changing:
                 self._use_again(empty=True)
 
-        self._ranks.together(resume)
+        self._ranks.run_in_lockstep(resume)
 
     def _use_again(self, *, empty: bool) -> None:
         served = self._served
         # A store that could not be opened is reopened below.
-        served.take_over()
+        served.adopt_opened()
         try:
             identity = self._read_identity()
         except Exception:
@@ -100,9 +100,9 @@ class WeightWatch:
         served.resume()
 
     def _suspend(self, cause: str) -> None:
-        if self._served.aside is None:
+        if self._served.suspended_by is None:
             logger.info("the store is set aside (%s) until the pool has no KVs of before", cause)
-            self._served.aside = cause
+            self._served.suspended_by = cause
 
 
 def watch_messages(scheduler: Any, weights: WeightWatch) -> None:

@@ -39,9 +39,9 @@ TRUNCATED_KEY = "impress_truncated_tokens"
 # First tokens that stay if the request gives no number, and no system prompt is known.
 KEEP_TOKENS = 16
 # The first tokens that stay must leave this share of the context free, or nothing is cut.
-LEAST_ROOM = 0.25
+MIN_ROOM = 0.25
 # Thirty years: a file's expiry time has to be a finite number.
-LONGEST_TTL = 1e9
+MAX_TTL = 1e9
 _RULES = {
     BITS_KEY: OptionRule(
         f"{BITS_TEXT}, {EXACTLY!r} or {AUTO!r}", lambda value: is_bits(value) or value == AUTO
@@ -56,8 +56,8 @@ _RULES = {
     STORE_KEY: OptionRule("true or false", lambda value: type(value) is bool),
     TRUNCATE_KEY: OptionRule(f"a number between 0 and 1, or {OFF!r}", is_truncation),
     TTL_KEY: OptionRule(
-        f"a number of seconds above 0 and at most {LONGEST_TTL:g}",
-        lambda value: is_number(value) and 0.0 < value <= LONGEST_TTL,
+        f"a number of seconds above 0 and at most {MAX_TTL:g}",
+        lambda value: is_number(value) and 0.0 < value <= MAX_TTL,
     ),
 }
 
@@ -114,7 +114,7 @@ def load_options_of(sampling_params: Any, config: ImpressConfig) -> LoadOptions:
     )
 
 
-def share_of(params: Mapping[str, Any], config: ImpressConfig) -> float | None:
+def recompute_ratio_of(params: Mapping[str, Any], config: ImpressConfig) -> float | None:
     """Share of the conversation that one cut removes from a request; None if it must not be cut."""
     share = params.get(TRUNCATE_KEY, config.truncate)
     return None if share == OFF else float(share)
@@ -135,7 +135,7 @@ def find_cut(
     Returns None if the prompt fits, or if `keep` leaves too little room for the conversation.
     """
     room, over = limit - keep, len(tokens) - limit
-    if over <= 0 or room < max(LEAST_ROOM * limit, 1):
+    if over <= 0 or room < max(MIN_ROOM * limit, 1):
         return None
     step = max(round(share * room), 1)
     start = keep + -(-over // step) * step

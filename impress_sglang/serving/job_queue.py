@@ -14,31 +14,31 @@ from typing import Any, Generic, TypeVar
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 
 # Number of requests at the head of the queue that are considered.
-WINDOW = 32
+ADMISSION_WINDOW = 32
 # Seconds for which others may pass a request that waits for room, if its own time is unknown.
-PATIENCE = 1.0
+DEFAULT_PATIENCE = 1.0
 # Seconds between two checks while waiting for the loader.
-LOOK_SECONDS = 0.01
+POLL_SECONDS = 0.01
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Waiter:
     """A queued request, the job it waits for, and the lock that is held for it.
 
-    `patience`: seconds that computing it takes; None if unknown. Its job loads its `common` first
-    tokens; it `leads` if the job was made for it. `blocked_at`: time at which its job began to wait
-    for room at the head of the queue, also if its slots were taken away since.
+    `compute_seconds`: None if unknown. Its job loads its first `common_tokens`; `started_job`:
+    whether the job was made for it. `blocked_at`: time at which its job began to wait for room at
+    the head of the queue, also if its slots were taken away since.
     """
 
     rid: str
-    patience: float | None = None
+    compute_seconds: float | None = None
     job: LoadJob | None = None
-    common: int = 0
-    leads: bool = False
-    hold: Any = None
+    common_tokens: int = 0
+    started_job: bool = False
+    lock: Any = None
     blocked_at: float | None = None
-    found: int = 0
-    tries: int = 0
+    planned_resident: int = 0
+    num_failures: int = 0
 
 
 _Waiter = TypeVar("_Waiter", bound=Waiter)
@@ -51,20 +51,20 @@ class JobQueue(Generic[_Waiter]):
         self,
         pool: Any,
         loader: Any,
-        note_end: Callable[[LoadJob], None],
+        on_job_end: Callable[[LoadJob], None],
         replan: Callable[[_Waiter, LoadJob], None],
         min_tokens: int,
         clock: Callable[[], float],
     ) -> None:
         """`pool`: a `plugin.job_slots.JobSlots`; `loader`: a `JobLoader`.
 
-        `note_end` is called first with each job that has ended. `replan` is called with each
+        `on_job_end` is called first with each job that has ended. `replan` is called with each
         request whose job has ended or is not needed, and may give it another one. A job loads at
         least `min_tokens`.
         """
         self._pool = pool
         self._loader = loader
-        self._note_end = note_end
+        self._on_job_end = on_job_end
         self._replan = replan
         self._min_tokens = min_tokens
         self._clock = clock
@@ -81,10 +81,10 @@ class JobQueue(Generic[_Waiter]):
     @property
     def filling(self) -> bool:
         """Whether slots are being filled, including slots that are in SGLang's tree already."""
-        return any(job.slots is not None or job.early for job in self.jobs)
+        return any(job.owned_slots is not None or job.inserted_early for job in self.jobs)
 
     @property
-    def begun(self) -> list[LoadJob]:
+    def started(self) -> list[LoadJob]:
         """Jobs that were passed to the loader, in the same order on all ranks."""
         return [job for job in self.jobs if job.state is not JobState.WAITING]
 
@@ -92,7 +92,7 @@ class JobQueue(Generic[_Waiter]):
     def computing(self) -> list[LoadJob]:
         """Jobs whose reads are done, and on which the scheduler's thread computes."""
         loaded = (job for job in self.jobs if job.state is JobState.LOADED)
-        return [job for job in loaded if job.computes and not job.revoked]
+        return [job for job in loaded if job.computes_after_reads and not job.revoked]
 
     @property
     def active(self) -> bool:
@@ -102,7 +102,7 @@ class JobQueue(Generic[_Waiter]):
     @property
     def loading(self) -> Iterator[LoadJob]:
         """Jobs with slots that are not in SGLang's tree."""
-        return (job for job in self.jobs if job.slots is not None)
+        return (job for job in self.jobs if job.owned_slots is not None)
 
     @property
     def blocked(self) -> list[_Waiter]:
@@ -118,9 +118,9 @@ class JobQueue(Generic[_Waiter]):
     def join(self, waiter: _Waiter, job: LoadJob) -> None:
         """Let a request wait for a new job, or for a job that already loads the beginning of it."""
         assert waiter.job is None
-        joined, waiter.common = overlapping(self.jobs, job, self._min_tokens)
-        waiter.leads = joined is job
-        if waiter.leads:
+        joined, waiter.common_tokens = overlapping(self.jobs, job, self._min_tokens)
+        waiter.started_job = joined is job
+        if waiter.started_job:
             self.jobs.append(job)
         waiter.job = joined
         joined.waiters.append(waiter)
@@ -138,7 +138,7 @@ class JobQueue(Generic[_Waiter]):
         for waiter in list(job.waiters):
             self._detach(waiter)
 
-    def waits(self, waiter: _Waiter) -> bool:
+    def must_wait(self, waiter: _Waiter) -> bool:
         """Whether a request must not be admitted now."""
         may_pass = self._admissible is None or waiter.rid in self._admissible
         return waiter.job is not None or not may_pass
@@ -151,7 +151,7 @@ class JobQueue(Generic[_Waiter]):
         for job in ended:
             self._finish(job)
         self._admissible = None
-        if any(self._held) or any(job.state is JobState.WAITING for job in self.jobs):
+        if any(self._locked) or any(job.state is JobState.WAITING for job in self.jobs):
             self._grant(queue)
 
     def end_computing(self, job: LoadJob, state: JobState) -> None:
@@ -182,11 +182,11 @@ class JobQueue(Generic[_Waiter]):
 
         On a rank that is `alone` they are finished then, so that SGLang may flush at once.
         """
-        for _ in range(math.ceil(seconds / LOOK_SECONDS)):
+        for _ in range(math.ceil(seconds / POLL_SECONDS)):
             self._loader.wake.clear()
             if all(job.done.is_set() for job in self.jobs):
                 break
-            self._loader.wake.wait(LOOK_SECONDS)
+            self._loader.wake.wait(POLL_SECONDS)
         done = [job for job in self.jobs if job.done.is_set()]
         in_time = len(done) == len(self.jobs)
         for job in done if alone else ():
@@ -194,10 +194,10 @@ class JobQueue(Generic[_Waiter]):
         return in_time
 
     def _grant(self, queue: Iterable[_Waiter]) -> None:
-        first = list(itertools.islice(queue, WINDOW))
-        if self._pool.windows and first and not self.waits(first[0]) and self._pool.is_idle():
+        first = list(itertools.islice(queue, ADMISSION_WINDOW))
+        if self._pool.windows and first and not self.must_wait(first[0]) and self._pool.is_idle():
             # If locked rows keep it from being admitted, no request ever is.
-            self._release_behind({first[0].rid})
+            self._release_others({first[0].rid})
         room = budget = self._pool.room()
         counted, seen = set[object](), set[str]()
         blocked = False
@@ -207,25 +207,25 @@ class JobQueue(Generic[_Waiter]):
             need, job = self._pool.need(waiter, counted), waiter.job
             seen.add(waiter.rid)
             if job is not None and job.state is JobState.WAITING:
-                blocked = blocked or not self._try(job, need, budget, first=budget == room)
+                blocked = blocked or not self._try_start(job, need, budget, first=budget == room)
                 if job.state is JobState.WAITING and waiter.job is job:
                     if not self._has_waited(waiter):
                         # Others may pass it.
                         continue
-                    self._release_behind(seen)
+                    self._release_others(seen)
                     self._admissible = seen
                     return
             budget -= need
         if budget <= 0:
-            self._release_behind(seen)
+            self._release_others(seen)
 
-    def _release_behind(self, seen: set[str]) -> None:
+    def _release_others(self, seen: set[str]) -> None:
         """Release locks of all other requests, which keep these from being admitted."""
-        for waiter in list(self._held):
+        for waiter in list(self._locked):
             if waiter.rid not in seen:
                 self._release(waiter)
 
-    def _try(self, job: LoadJob, need: int, budget: int, *, first: bool) -> bool:
+    def _try_start(self, job: LoadJob, need: int, budget: int, *, first: bool) -> bool:
         """Start a job if there is room; returns whether it need not wait any longer.
 
         `first`: whether no room is reserved for requests before it.
@@ -238,7 +238,7 @@ class JobQueue(Generic[_Waiter]):
                 self._replan(waiter, job)
             return True
         alone = first and self._pool.is_idle() and not any(self.loading)
-        alone = alone and all(waiter.job is job for waiter in self._held)
+        alone = alone and all(waiter.job is job for waiter in self._locked)
         if need >= budget and not alone:
             return False
         if self._pool.take(job):
@@ -251,26 +251,26 @@ class JobQueue(Generic[_Waiter]):
         return alone
 
     @property
-    def _held(self) -> Iterator[_Waiter]:
-        return (waiter for waiter in self.waiters.values() if waiter.hold is not None)
+    def _locked(self) -> Iterator[_Waiter]:
+        return (waiter for waiter in self.waiters.values() if waiter.lock is not None)
 
     def _has_waited(self, waiter: _Waiter) -> bool:
         now = self._clock()
         if waiter.blocked_at is None:
             waiter.blocked_at = now
-        patience = PATIENCE if waiter.patience is None else waiter.patience
+        patience = DEFAULT_PATIENCE if waiter.compute_seconds is None else waiter.compute_seconds
         return now - waiter.blocked_at > patience
 
     def _finish(self, job: LoadJob) -> None:
         self.jobs.remove(job)
-        self._note_end(job)
+        self._on_job_end(job)
         # The request that started it comes first, and reports its reads.
         waiters, job.waiters = job.waiters, []
         loaded = job.state is JobState.LOADED and not job.revoked
-        if job.early and not loaded:
-            self._let_go()
+        if job.inserted_early and not loaded:
+            self._revoke_all()
             self._pool.discard(job)
-        elif job.slots is not None:
+        elif job.owned_slots is not None:
             if loaded:
                 self._pool.insert(job)
             else:
@@ -280,15 +280,15 @@ class JobQueue(Generic[_Waiter]):
             if loaded:
                 waiter.blocked_at = None
                 self._release(waiter)
-                waiter.hold = self._pool.lock_for(waiter)
+                waiter.lock = self._pool.lock_for(waiter)
             else:
-                waiter.tries += 1
+                waiter.num_failures += 1
         if loaded:
-            self._pool.release(job.hold)
+            self._pool.release(job.lock)
         for waiter in waiters:
             self._replan(waiter, job)
 
-    def _let_go(self) -> None:
+    def _revoke_all(self) -> None:
         """Revoke all locks and jobs: they may extend slots whose KVs are wrong."""
         for waiter in self.waiters.values():
             self._release(waiter)
@@ -305,18 +305,18 @@ class JobQueue(Generic[_Waiter]):
         if job is None:
             return
         job.waiters.remove(waiter)
-        if job.waiters or job.early:
+        if job.waiters or job.inserted_early:
             return
         if job.state is JobState.WAITING:
             self.jobs.remove(job)
             job.end(JobState.DROPPED)
             # It may be the one that others must not pass, and without jobs there is no poll.
             self._admissible = None
-        elif job.slots is not None:
+        elif job.owned_slots is not None:
             self._revoke(job)
 
     def _release(self, waiter: _Waiter) -> None:
-        hold, waiter.hold = waiter.hold, None
+        hold, waiter.lock = waiter.lock, None
         if hold is not None:
             self._pool.release(hold)
 
@@ -327,7 +327,7 @@ def overlapping(jobs: Sequence[LoadJob], job: LoadJob, min_tokens: int) -> tuple
     for other in jobs:
         # A waiting job will begin after the tokens that are resident then.
         late = other.state is not JobState.WAITING and other.start > job.start
-        if other.space != job.space or other.revoked or late:
+        if other.key_scope != job.key_scope or other.revoked or late:
             continue
         common = min(other.stop, job.stop)
         if common - job.start < min_tokens:

@@ -20,19 +20,19 @@ _MARK = "impress-class:"
 class KVClass:
     """How exact the KVs of a prefix are: bits per element when they were loaded.
 
-    `share`: lowest recomputed share of text that is reused after other text; 1.0 if no text is
-    reused there.
+    `recompute_ratio`: lowest recomputed share of text that is reused after other text; 1.0 if no
+    text is reused there.
     """
 
     bits: float = EXACT_BITS
-    share: float = 1.0
+    recompute_ratio: float = 1.0
 
     @classmethod
-    def of(cls, wanted: LoadOptions) -> KVClass:
+    def of(cls, options: LoadOptions) -> KVClass:
         """The class for the options of a request."""
-        if wanted.bits == EXACT_BITS:
+        if options.bits == EXACT_BITS:
             return cls()
-        return cls(wanted.bits, 1.0 if wanted.blend == OFF else wanted.share)
+        return cls(options.bits, 1.0 if options.blend == OFF else options.share)
 
     @property
     def exact(self) -> bool:
@@ -44,18 +44,18 @@ class KVClass:
         """Name in keys and reports."""
         bits = "exact" if self.exact else f"{self.bits:g}"
         # All digits: names of different classes differ. Adding 0.0 leaves one name for 0.
-        return bits if self.share == 1.0 else f"{bits}/{self.share + 0.0!r}"
+        return bits if self.recompute_ratio == 1.0 else f"{bits}/{self.recompute_ratio + 0.0!r}"
 
     def worst(self, depth: int) -> Quality:
         """Worst stored quality that it accepts, if KVs may rest on `depth` approximations."""
         if self.exact or not depth:
             return EXACT
-        return Quality(depth, self.bits, self.share)
+        return Quality(depth, self.bits, self.recompute_ratio)
 
 
-def marked(extra_key: str | None, kv_class: KVClass, usual: KVClass) -> str | None:
+def class_extra_key(extra_key: str | None, kv_class: KVClass, default_class: KVClass) -> str | None:
     """Return the `extra_key` of a class in SGLang's tree; different for different arguments."""
-    if kv_class == usual and not (extra_key or "").startswith(_MARK):
+    if kv_class == default_class and not (extra_key or "").startswith(_MARK):
         return extra_key
     return f"{_MARK}{kv_class.name}" + ("" if extra_key is None else f"|{extra_key}")
 

@@ -52,7 +52,7 @@ class JobState(enum.Enum):
     """It was given up before all layers were loaded."""
 
 
-Space: TypeAlias = tuple[str | None, str | None]
+KeyScope: TypeAlias = tuple[str | None, str | None]
 AfterFill: TypeAlias = Callable[[Tensor], None]
 """Changes a layer's pool of keys, in slots that were just filled."""
 Read: TypeAlias = tuple[WholeSource, Tensor, AfterFill | None]
@@ -70,60 +70,62 @@ class LoadJob:
     Attributes:
         store: the store with the tokens.
         kv_class: class of the loaded KVs.
-        space: `extra_key`, with the mark of the class, and `cache_salt`; they keep prompts apart.
-        tokens: int32 [stop + beyond], the prompt up to the last loaded token.
+        key_scope: `extra_key`, with the mark of the class, and `cache_salt`, which keep prompts
+            apart.
+        tokens: int32 [stop + draft_offset], the prompt up to the last loaded token.
         match: stored spans of these tokens, from the first token of the prompt.
-        behind: the stored state at `stop`, if the model has states.
+        state_spans: the stored state at `stop`, if the model has states.
         start: the first token; until the job is loading, the resident length when it was planned.
-        estimate: estimated times, as planned; `loads`: whether loading is no slower than computing.
-        beyond: number of additional tokens in its key in SGLang's tree.
+        estimate: estimated times, as planned.
+        worthwhile: whether loading is no slower than computing.
+        draft_offset: number of additional tokens in its key in SGLang's tree.
         waiters: requests that wait for it, as in `job_queue`; the one that started it is first.
-        target: int64 [stop - start], the slots to fill.
-        rows: int64, slots of the last tokens in pools of layers with windows, or slot of the state.
-        slots: same as `target` while the job owns them: neither freed nor in SGLang's tree.
-        hold: the lock on the tokens before `start`, as returned by the owner of the pool.
-        after: on an accelerator, the event after which slots may be written.
+        target_slots: int64 [stop - start], the slots to fill.
+        aux_slots: int64, slots of the last tokens in pools of layers with windows, or of the state.
+        owned_slots: `target_slots` while the job owns them: neither freed nor in SGLang's tree.
+        lock: the lock on the tokens before `start`, as returned by the owner of the pool.
+        writable_event: on an accelerator, the event after which slots may be written.
     """
 
     store: PrefixStore
     kv_class: KVClass
-    space: Space
+    key_scope: KeyScope
     tokens: Tokens
     match: StoredMatch
     start: int
     estimate: Estimate
-    beyond: int = 0
-    behind: tuple[StoredSpan, ...] = ()
-    loads: bool = True
+    draft_offset: int = 0
+    state_spans: tuple[StoredSpan, ...] = ()
+    worthwhile: bool = True
     waiters: list[Any] = dataclasses.field(default_factory=list)
-    target: Tensor | None = None
-    rows: Tensor | None = None
-    slots: Tensor | None = None
-    hold: Any = None
-    after: Any = None
+    target_slots: Tensor | None = None
+    aux_slots: Tensor | None = None
+    owned_slots: Tensor | None = None
+    lock: Any = None
+    writable_event: Any = None
     state: JobState = JobState.WAITING
-    told: bool = False
+    reads_reported: bool = False
     """Whether its reads are in the report of a request."""
-    early: bool = False
+    inserted_early: bool = False
     """Whether its slots were inserted into SGLang's tree before they were filled."""
-    deadline: float = 0.0
+    pass_deadline: float = 0.0
     """Time until which a pass waits for its layers, by `time.monotonic`."""
-    gated: float = 0.0
+    pass_wait_seconds: float = 0.0
     """Seconds that passes have waited for its layers."""
     error: BaseException | None = None
-    layers: int = 0
+    layers_loaded: int = 0
     """Number of layers in the slots, including those of a state."""
     planned_at: float = dataclasses.field(default_factory=time.monotonic)
-    began_at: float = 0.0
-    reads: ReadStats = dataclasses.field(default_factory=ReadStats)
+    started_at: float = 0.0
+    read_stats: ReadStats = dataclasses.field(default_factory=ReadStats)
     fill_seconds: float = 0.0
     """Seconds spent on reading and restoring, including the wait for the drive."""
     bits: float = EXACT_BITS
     """Bits per element of the KVs that were filled in."""
-    events: list[Any] = dataclasses.field(default_factory=list)
+    layer_events: list[Any] = dataclasses.field(default_factory=list)
     """On an accelerator, an event after each layer."""
     stream: Any = None
-    computes: ClassVar[bool] = False
+    computes_after_reads: ClassVar[bool] = False
     """Whether the scheduler's thread has to compute something after all reads."""
 
     def __post_init__(self) -> None:
@@ -137,7 +139,7 @@ class LoadJob:
 
     @property
     def stop(self) -> int:
-        return len(self.tokens) - self.beyond
+        return len(self.tokens) - self.draft_offset
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -147,7 +149,7 @@ class LoadJob:
         return self.match.slice(self.start, self.stop)
 
     @property
-    def parts(self) -> tuple[int, int, int]:
+    def tokens_by_origin(self) -> tuple[int, int, int]:
         """Numbers of tokens stored after the same tokens, stored after others, and not stored."""
         return len(self), 0, 0
 
@@ -179,12 +181,12 @@ class LoadJob:
         if self._written is not None:
             self._written.synchronize()
 
-    def note_layer(self) -> None:
+    def count_layer(self) -> None:
         """Count a layer that is in the slots, or will be once the device has written it."""
         with self._changed:
             if self._written is not None:
-                self.events.append(self._written)
-            self.layers += 1
+                self.layer_events.append(self._written)
+            self.layers_loaded += 1
             self._changed.notify_all()
 
     def end(self, state: JobState, error: BaseException | None = None) -> None:
@@ -196,15 +198,15 @@ class LoadJob:
         self.done.set()
 
     def wait_for_layer(self, layer: int) -> bool:
-        """Wait until a layer is in the slots; False if the job ends or `deadline` passes first."""
+        """Wait until a layer is in the slots; False if the job or `pass_deadline` ends first."""
         with self._changed:
             began = time.monotonic()
-            left = self.deadline - began
-            self._changed.wait_for(lambda: self.layers > layer or self.done.is_set(), left)
-            self.gated += time.monotonic() - began
-            return self.layers > layer
+            left = self.pass_deadline - began
+            self._changed.wait_for(lambda: self.layers_loaded > layer or self.done.is_set(), left)
+            self.pass_wait_seconds += time.monotonic() - began
+            return self.layers_loaded > layer
 
-    def begin_at(self, start: int) -> None:
+    def set_start(self, start: int) -> None:
         """Set the first token: the one after those that are resident when slots are allocated."""
         self.start = start
 
@@ -222,28 +224,29 @@ class LoadJob:
         The last one has the layers from `rows_from` on of its last tokens (windows), or its state.
         Raises `PrefixUnreadable` if a source cannot be opened. The caller closes each source.
         """
-        assert self.target is not None
-        yield opened, self.target, None
+        assert self.target_slots is not None
+        yield opened, self.target_slots, None
         if rows_from is None:
             return
-        assert self.rows is not None
-        spans = self.behind or self.match.slice(self.stop - len(self.rows), self.stop)
+        assert self.aux_slots is not None
+        spans = self.state_spans or self.match.slice(self.stop - len(self.aux_slots), self.stop)
         if any(span.segment.info.windows_from > span.start for span in spans):
             # Another rank can continue after fewer tokens than this one.
             raise PrefixUnreadable("", "its windows are gone")
         source = self.store.readers.open(spans, exact=self.kv_class.exact)
         source.layer, source.next_ahead = rows_from - 1, rows_from
-        yield source, self.rows, None
+        yield source, self.aux_slots, None
 
-    def unread(self, num_layers: int) -> float:
+    def unread_fraction(self, num_layers: int) -> float:
         """Fraction of its reads that is not done yet."""
-        return max(1.0 - self.layers / num_layers, 0.0)
+        return max(1.0 - self.layers_loaded / num_layers, 0.0)
 
     def seconds_left(self, num_layers: int, now: float) -> float | None:
         """Estimate the remaining seconds from its layers so far; None before the first."""
-        if not self.layers or not self.began_at:
+        if not self.layers_loaded or not self.started_at:
             return None
-        return max(num_layers - self.layers, 0) * (now - self.began_at) / self.layers
+        per_layer = (now - self.started_at) / self.layers_loaded
+        return max(num_layers - self.layers_loaded, 0) * per_layer
 
 
 _Opened: TypeAlias = collections.deque[tuple[LoadJob, WholeSource]]
@@ -267,54 +270,54 @@ class JobLoader:
         self._windows_from = packed.first if packed is not None and packed.window else None
         self._rows_from = self._windows_from if layers.states is None else 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._asking = True
+        self._accepting = True
         self._measuring = False
         # Jobs, functions that measure reads, and None at the end.
-        self._asked: queue.SimpleQueue[LoadJob | Callable[[], None] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[LoadJob | Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="impress-load", daemon=True)
         self._thread.start()
 
     def begin(self, job: LoadJob) -> None:
         """Queue a job, whose state is LOADING, to be loaded after earlier ones."""
-        self._asked.put(job)
+        self._tasks.put(job)
 
     def measure(self, store: PrefixStore, spans: Sequence[StoredSpan], *, exact: bool) -> None:
         """Measure the current read speed on a small part of some spans, unless there are jobs."""
         if not self._measuring:
             self._measuring = True
-            self._asked.put(lambda: _measure(store, spans, exact=exact))
+            self._tasks.put(lambda: _measure(store, spans, exact=exact))
 
     def close(self, seconds: float) -> bool:
         """End the thread after all jobs; returns False if that takes more than `seconds`."""
-        self._asked.put(None)
+        self._tasks.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         use_one_torch_thread()
         opened = _Opened()
-        while self._asking or opened:
+        while self._accepting or opened:
             self._open(opened, wait=not opened)
             if opened:
                 self._load(*opened.popleft(), opened)
 
     def _open(self, opened: _Opened, *, wait: bool = False) -> None:
         """Open the jobs queued meanwhile, so that they are read ahead."""
-        while self._asking and (wait or not self._asked.empty()):
-            job, wait = self._asked.get(), False
+        while self._accepting and (wait or not self._tasks.empty()):
+            job, wait = self._tasks.get(), False
             if job is None:
-                self._asking = False
+                self._accepting = False
             elif isinstance(job, LoadJob):
                 with self._failing(job):
-                    job.began_at = time.monotonic()
-                    if self._layers.states is not None and not job.behind:
+                    job.started_at = time.monotonic()
+                    if self._layers.states is not None and not job.state_spans:
                         # Another rank has a state where this one has none.
                         raise PrefixUnreadable("", "its state is gone")
                     source = job.open()
                     if self._windows_from is not None:
                         source.num_layers = self._windows_from
                     try:
-                        job.store.ahead.wait(source)
+                        job.store.ahead.add_waiting(source)
                     except BaseException:
                         job.store.close_source(source)
                         raise
@@ -332,17 +335,17 @@ class JobLoader:
             sources = contextlib.closing(job.sources(source, self._rows_from))
             with torch.cuda.stream(self._stream), sources as reads:
                 if self._stream is not None:
-                    self._stream.wait_event(job.after)
+                    self._stream.wait_event(job.writable_event)
                 job.stream = self._stream
                 for source, slots, after in reads:
                     try:
-                        job.store.ahead.join(source)
+                        job.store.ahead.add_running(source)
                         for layer in range(source.layer + 1, source.num_layers):
                             self._load_layer(layer, job, source, slots, after)
                             self._open(others)
                     finally:
                         job.store.close_source(source)
-                        job.reads.add(source.stats)
+                        job.read_stats.add(source.stats)
             self._end(job, JobState.LOADED)
 
     @contextlib.contextmanager
@@ -370,7 +373,7 @@ class JobLoader:
         if job.revoked:
             raise JobRevoked
         states, began = self._layers.states, time.perf_counter()
-        into = self._layers if states is None or slots is not job.rows else states
+        into = self._layers if states is None or slots is not job.aux_slots else states
         pieces = source.read(layer)
         with job.writing(), into.into(layer, slots) as rows:
             fill(layer, source, pieces, rows, self._codec)
@@ -379,7 +382,7 @@ class JobLoader:
         job.fill_seconds += time.perf_counter() - began
         if source.codes:
             job.bits = source.shape.code_bits
-        job.note_layer()
+        job.count_layer()
         source.end_layer(layer)
         job.store.ahead.top_up()
 

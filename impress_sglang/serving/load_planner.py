@@ -15,9 +15,9 @@ from typing import Any
 
 from impress_sglang.cost import Estimate, RequestLengths, best_within_tolerance
 from impress_sglang.serving.kv_class import KVClass
-from impress_sglang.serving.load_jobs import LoadJob, Space
+from impress_sglang.serving.load_jobs import KeyScope, LoadJob
 from impress_sglang.serving.service import Service
-from impress_sglang.serving.why import Detail, Reason, Why, hit_of, say, sentence_of
+from impress_sglang.serving.why import Detail, Reason, Why, hit_of, sentence_for, sentence_of
 from impress_sglang.storage.quality import ANYTHING, Quality
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.policies import LoadOptions
@@ -38,7 +38,7 @@ class LoadPlanner:
         self,
         service: Service,
         page_size: int,
-        beyond: int = 0,
+        draft_offset: int = 0,
         packed: PackedLayers | None = None,
         *,
         states: bool = False,
@@ -46,21 +46,21 @@ class LoadPlanner:
     ) -> None:
         """Prefixes are used in whole pages of `page_size` tokens, as in SGLang's pool.
 
-        `beyond`: number of tokens after a slot's own on which its KVs depend; they are stored as
-        those of the last of these, so that prompts share none where they differ. `packed`: layers
-        after those of the pool. `states`: whether a prefix must have a state at its end. `pairs`:
-        whether keys of SGLang's tree are pairs of tokens, as with EAGLE.
+        `draft_offset`: number of tokens after a slot's own on which its KVs depend; they are stored
+        as those of the last of these, so that prompts share none where they differ. `packed`:
+        layers after those of the pool. `states`: whether a prefix must have a state at its end.
+        `pairs`: whether keys of SGLang's tree are pairs of tokens, as with EAGLE.
         """
         self.states, self._pairs = states, pairs
         self._service = service
         self._config = service.config
         self._page_size = page_size
-        self.beyond = beyond
+        self.draft_offset = draft_offset
         self._windows = packed if packed is not None and packed.window else None
 
-    def looks_for(self, num_tokens: int) -> bool:
+    def looks_up(self, num_tokens: int) -> bool:
         """Whether to look up a prompt of `num_tokens` now; takes over a store that has opened."""
-        self._service.take_over()
+        self._service.adopt_opened()
         return self._service.in_use and num_tokens >= self._config.min_prefix_tokens
 
     def whole_pages(self, num_tokens: int) -> int:
@@ -73,14 +73,15 @@ class LoadPlanner:
         Its tokens are those that are stored for slots, from the first. `min_quality`: None if no
         stored KVs are accepted.
         """
-        if min_quality is None or not self.looks_for(len(tokens)):
+        if min_quality is None or not self.looks_up(len(tokens)):
             return StoredMatch()
         match = self._service.store.match(namespace, tokens, min_quality=min_quality)
-        return StoredMatch(match.slice(self.beyond, self.beyond + self.usable(match)))
+        start = self.draft_offset
+        return StoredMatch(match.slice(start, start + self.usable_tokens(match)))
 
-    def usable(self, match: StoredMatch) -> int:
+    def usable_tokens(self, match: StoredMatch) -> int:
         """Return the number of leading tokens of a match that can be used."""
-        usable = self.whole_pages(max(match.num_tokens - self.beyond, 0))
+        usable = self.whole_pages(max(match.num_tokens - self.draft_offset, 0))
         if self._windows is not None:
             usable = match.with_windows(self._windows.window, self._page_size)
         if self.states:
@@ -91,22 +92,27 @@ class LoadPlanner:
             )
         return usable
 
-    def behind(self, match: StoredMatch) -> tuple[StoredSpan, ...]:
+    def state_spans(self, match: StoredMatch) -> tuple[StoredSpan, ...]:
         """Return the state at the end of a match; empty if the model has no states."""
         return self._service.store.tree.end_state_of(match) if self.states else ()
 
     def plan(
-        self, namespace: str, space: Space, tokens: Tokens, resident_len: int, kv_class: KVClass
+        self,
+        namespace: str,
+        key_scope: KeyScope,
+        tokens: Tokens,
+        resident_len: int,
+        kv_class: KVClass,
     ) -> LoadJob | None:
         """Plan a job that loads the stored prefix of a prompt; None if too little is stored.
 
         `tokens`: the prompt without its last token; the first `resident_len` are resident.
         """
-        match = self.match(namespace, tokens, self._service.least_of(kv_class))
+        match = self.match(namespace, tokens, self._service.min_quality_of(kv_class))
         stop = match.num_tokens
         if stop - resident_len < self._config.min_prefix_tokens:
             return None
-        spans, state = match.slice(resident_len, stop), self.behind(match)
+        spans, state = match.slice(resident_len, stop), self.state_spans(match)
         store = self._service.store
         if not store.readers.can_read((*spans, *state), in_codes=not kv_class.exact):
             return None
@@ -114,13 +120,14 @@ class LoadPlanner:
         loads = self._config.load == "always" or estimate.loads_faster()
         kept = tokens[: stop + self._pairs]
         rest = estimate, int(self._pairs), state, loads
-        return LoadJob(store, kv_class, space, kept, match, resident_len, *rest)
+        return LoadJob(store, kv_class, key_scope, kept, match, resident_len, *rest)
 
-    def cut(self, job: LoadJob, stop: int) -> LoadJob:
+    def shorten(self, job: LoadJob, stop: int) -> LoadJob:
         """Shorten a planned job to end at `stop`; its estimate stays that of all tokens."""
         match = StoredMatch(job.match.slice(0, stop))
-        kept = job.tokens[: stop + job.beyond]
-        return dataclasses.replace(job, tokens=kept, match=match, behind=self.behind(match))
+        kept = job.tokens[: stop + job.draft_offset]
+        states = self.state_spans(match)
+        return dataclasses.replace(job, tokens=kept, match=match, state_spans=states)
 
     def choose(
         self, namespace: str, tokens: Tokens, resident: dict[KVClass, int], compressed: KVClass
@@ -136,7 +143,7 @@ class LoadPlanner:
             return longest
         estimates: dict[KVClass, Estimate] = {}
         for kv_class in classes:
-            match = self.match(namespace, tokens, self._service.least_of(kv_class))
+            match = self.match(namespace, tokens, self._service.min_quality_of(kv_class))
             if match.num_tokens < self._config.min_prefix_tokens:
                 continue
             if self._service.store.readers.can_read(match.spans, in_codes=not kv_class.exact):
@@ -198,12 +205,12 @@ class LoadPlanner:
             hit = (Reason.STORED, f"{prefix:,} tokens") if prefix else None
         rest = len(tokens) - prefix
         if hit is not None and rest < max(min_tokens, 1):
-            return say(*hit)
+            return sentence_for(*hit)
         reason, detail = Reason.NOT_OPENED, ""
         if opened:
             reason, detail = self._miss(report, namespace, tokens, wanted, seen, blend)
         if hit is None:
-            return say(reason, detail)
+            return sentence_for(reason, detail)
         text = f"{sentence_of(*hit)} Of its other {rest:,} tokens: {sentence_of(reason, detail)}"
         return {"reason": hit[0], "text": text, "rest": reason}
 
@@ -241,14 +248,14 @@ class LoadPlanner:
         # Not `store.match`, which also does pending work.
         name, quality, match = (
             store.namespace(namespace),
-            self._service.least(wanted),
+            self._service.min_quality(wanted),
             StoredMatch(),
         )
         if quality is not None:
             match = store.tree.match(name, tokens, min_quality=quality)
         have = match.num_tokens
         if have - prefix >= min_tokens:
-            usable = self.usable(match) if self._windows is not None or self.states else have
+            usable = self.usable_tokens(match) if self._windows is not None or self.states else have
             return Reason.NO_STATE if usable - prefix < min_tokens else Reason.NO_BUFFERS, ""
         have = max(have, report["resident_tokens"], prefix)
         # Tokens that are stored beyond these and cannot be used.

@@ -169,8 +169,8 @@ class ServingMetrics:
 
         self._labels = dict(labels)
         self._clock = clock
-        self._due = 0.0
-        self.has_news = False
+        self._next_publication = 0.0
+        self.has_changed = False
         """Whether requests have ended since the last update."""
         self._published: dict[str, Values] = {}
 
@@ -188,19 +188,19 @@ class ServingMetrics:
 
     def observe(self, report: Mapping[str, Any]) -> None:
         """Observe a finished request by its report; see `report.new_report`."""
-        self.has_news = True
+        self.has_changed = True
         if report["path"] != "ssd":
             return
         for field, histogram in self._histograms.items():
             scale = 1e-3 if field.endswith("_ms") else 1.0
             histogram.labels(**self._labels).observe(report[field] * scale)
 
-    def tell(self, summarize: Callable[[], Summary], *, now: bool = False) -> None:
+    def publish(self, summarize: Callable[[], Summary], *, now: bool = False) -> None:
         """Update counters and gauges: at most once a second, or `now`."""
         time_now = self._clock()
-        if time_now < self._due and not now:
+        if time_now < self._next_publication and not now:
             return
-        self._due, self.has_news = time_now + PERIOD_SECONDS, False
+        self._next_publication, self.has_changed = time_now + PERIOD_SECONDS, False
         summary = summarize()
         for series, counter in self._counters:
             totals, previous = series.read(summary), self._published.get(series.name, {})

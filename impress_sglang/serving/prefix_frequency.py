@@ -91,7 +91,9 @@ class PrefixFrequencySketch:
         # Keyed, so that users cannot predict which prompts share counters.
         self._hashes = PrefixHashes(memory[:_SEED].tobytes())
 
-    def note(self, namespace: str, tokens: Tokens, first: int = 0, *, count: bool = True) -> int:
+    def count_prefix(
+        self, namespace: str, tokens: Tokens, first: int = 0, *, count: bool = True
+    ) -> int:
         """Count a request with these tokens, int32 [n], from its start.
 
         The `first` of them were counted for this request before. `count`: whether to count the
@@ -99,14 +101,15 @@ class PrefixFrequencySketch:
 
         Returns the number of leading tokens seen often enough, including this time if counted.
         """
-        seen = self._see(self._hashes.of(namespace, tokens), first // BLOCK_TOKENS, count=count)
+        hashes = self._hashes.of(namespace, tokens)
+        seen = self._count_hashes(hashes, first // BLOCK_TOKENS, count=count)
         rare = np.flatnonzero(seen < self._min_sightings)
         return int(rare[0] if len(rare) else len(seen)) * BLOCK_TOKENS
 
-    def note_text(
+    def count_text(
         self, namespace: str, tokens: Tokens, *, count: bool = True
     ) -> tuple[Indices, Flags]:
-        """Count the text of a request, int32 [n], at any position; `count` as in `note`.
+        """Count the text of a request, int32 [n], at any position; `count` as in `count_prefix`.
 
         Returns:
             Starts of windows of `BLOCK_TOKENS` tokens, ascending, int64 [w], and whether each was
@@ -115,9 +118,9 @@ class PrefixFrequencySketch:
         starts, hashes = self._hashes.windows(namespace, tokens)
         # Each distinct window counts once per request.
         hashes, places = np.unique(hashes, return_inverse=True)
-        return starts, (self._see(hashes, 0, count=count) >= self._min_sightings)[places]
+        return starts, (self._count_hashes(hashes, 0, count=count) >= self._min_sightings)[places]
 
-    def _see(self, hashes: Hashes, first: int, *, count: bool) -> npt.NDArray[np.uint8]:
+    def _count_hashes(self, hashes: Hashes, first: int, *, count: bool) -> npt.NDArray[np.uint8]:
         """Return counts of hashes, uint8 [n]; if `count`, those from `first` on are counted now."""
         rows = self._hashes.rows(hashes, _ROWS)
         columns = (rows & np.uint64(self._counts.shape[1] - 1)).astype(np.int64)

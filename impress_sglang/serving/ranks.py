@@ -8,7 +8,7 @@ tree or queue only through the vote here, a vector of integers whose minimum is 
 ranks:
 
     who decides        what                                          how
-    rank 0             the time; load or compute; a request's        others vote `ANY`
+    rank 0             the time; load or compute; a request's        others vote `NO_VOTE`
                        patience
     all                how many tokens of a prompt can be restored;  the minimum
                        which jobs have ended, and succeeded;
@@ -31,11 +31,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 
-ANY = 1 << 62
+NO_VOTE = 1 << 62
 """The vote of a rank that leaves a decision to others."""
 _MICROSECONDS, _UNKNOWN = 1e6, -1.0
 
-Begin: TypeAlias = Callable[[Sequence[int]], Callable[[], Sequence[int]]]
+StartAllReduce: TypeAlias = Callable[[Sequence[int]], Callable[[], Sequence[int]]]
 """Starts a vote, with equally many numbers on all ranks; the result waits for the minima."""
 
 
@@ -46,17 +46,17 @@ class Ranks:
         self,
         rank: int = 0,
         size: int = 1,
-        begin: Begin = lambda numbers: lambda: numbers,
-        gather: Callable[[str], Sequence[str]] = lambda text: [text],
-        batches: int = 1,
+        start_all_reduce_min: StartAllReduce = lambda numbers: lambda: numbers,
+        all_gather: Callable[[str], Sequence[str]] = lambda text: [text],
+        batches_in_flight: int = 1,
     ) -> None:
-        """`gather` returns the texts of all ranks, in order; a pipeline has `batches` in flight."""
+        """`all_gather` returns the texts of all ranks, in order; pipelines have several batches."""
         self.rank = rank
         self.size = size
-        self.begin = begin
-        self.gather = gather
-        self.batches = batches
-        self.copies = 1
+        self.start_all_reduce_min = start_all_reduce_min
+        self.all_gather = all_gather
+        self.batches_in_flight = batches_in_flight
+        self.head_replicas = 1
         """Number of consecutive ranks with the same heads, which the first of them writes."""
         self.alone = size == 1
         self._due: list[Callable[[], None]] = []
@@ -65,29 +65,29 @@ class Ranks:
     @property
     def writes(self) -> bool:
         """Whether this rank writes its heads; the others with the same heads read its files."""
-        return self.rank % self.copies == 0
+        return self.rank % self.head_replicas == 0
 
-    def least(self, numbers: Sequence[int]) -> Sequence[int]:
+    def all_reduce_min(self, numbers: Sequence[int]) -> Sequence[int]:
         """Return the minimum of each number over all ranks."""
-        return self.begin(numbers)()
+        return self.start_all_reduce_min(numbers)()
 
     def all(self, truth: bool) -> bool:
-        return truth if self.alone else bool(self.least([truth])[0])
+        return truth if self.alone else bool(self.all_reduce_min([truth])[0])
 
     def any(self, truth: bool) -> bool:
         return not self.all(not truth)
 
-    def together(self, act: Callable[[], None]) -> None:
-        """Run a collective action for a message, now or when `holds` finds all stages ready.
+    def run_in_lockstep(self, act: Callable[[], None]) -> None:
+        """Run a collective action for a message, now or when `holds_batches` finds stages ready.
 
         A stage sends messages to the next one only after handling all messages of a pass.
         """
-        if self.batches == 1:
+        if self.batches_in_flight == 1:
             act()
         else:
             self._due.append(act)
 
-    def holds(self) -> bool:
+    def holds_batches(self) -> bool:
         """Whether no batch may begin in this pass, after its messages, because actions are pending.
 
         They run when all batches have left all stages: then stages can wait for each other.
@@ -95,7 +95,7 @@ class Ranks:
         if not self._due:
             return False
         self._held += 1
-        if self._held > self.batches:
+        if self._held > self.batches_in_flight:
             due, self._due, self._held = self._due, [], 0
             for act in due:
                 act()
@@ -111,23 +111,23 @@ class LoadProposal:
 
     Attributes:
         stop: number of leading tokens that can be restored; 0 for none.
-        loads: whether that is faster than computing them.
-        patience: seconds that computing takes; None if unknown.
+        worthwhile: whether that is faster than computing them.
+        compute_seconds: None if unknown.
     """
 
     stop: int = 0
-    loads: bool = False
-    patience: float | None = None
+    worthwhile: bool = False
+    compute_seconds: float | None = None
 
 
 class VoteResult(NamedTuple):
-    """Result of a vote: the wishes by plan, jobs that have ended, jobs to replace by computing,
+    """Result of a vote: the proposals by plan, jobs that have ended, jobs to replace by computing,
     and saves to release."""
 
-    wishes: Mapping[Any, LoadProposal] = {}
+    proposals: Mapping[Any, LoadProposal] = {}
     ended: Sequence[LoadJob] = ()
     slow: Sequence[LoadJob] = ()
-    saves: Sequence[Any] = ()
+    ended_saves: Sequence[Any] = ()
 
 
 class Agreement:
@@ -152,21 +152,22 @@ class Agreement:
 
     def agree(
         self,
-        wishes: Mapping[Any, LoadProposal],
+        proposals: Mapping[Any, LoadProposal],
         jobs: Sequence[LoadJob],
         slow: Collection[LoadJob],
         saves: Sequence[Any],
     ) -> VoteResult:
         """Start a vote, or return the result of a pending one and set the states of its jobs.
 
-        All ranks call it in the same passes, with wishes for the same plans and the same `jobs`,
+        All ranks call it in the same passes, with proposals for the same plans and the same `jobs`,
         all of them started. `slow`: jobs that take longer than computing on this rank; `saves`:
-        saves that have ended on this rank, up to the first one that has not.
+        those that have ended on this rank, up to the first one that has not.
         """
         if self._ballot is None:
-            numbers = self._votes(wishes.values(), jobs, slow, len(saves))
-            self._ballot, self._age = (list(wishes), jobs, saves, self.ranks.begin(numbers)), 0
-        if self.ranks.batches > 1 and self._age < self.ranks.batches:
+            numbers = self._votes(proposals.values(), jobs, slow, len(saves))
+            result = self.ranks.start_all_reduce_min(numbers)
+            self._ballot, self._age = (list(proposals), jobs, saves, result), 0
+        if self.ranks.batches_in_flight > 1 and self._age < self.ranks.batches_in_flight:
             self._age += 1
             return VoteResult()
         (plans, jobs, saves, hear), self._ballot = self._ballot, None
@@ -186,7 +187,7 @@ class Agreement:
             elif has_ended and job.revoked:
                 # A rank may have filled its slots before they were revoked.
                 job.state = JobState.DROPPED
-            if has_ended and not (job.computes and job.state is JobState.LOADED):
+            if has_ended and not (job.computes_after_reads and job.state is JobState.LOADED):
                 ended.append(job)
             elif not is_worth:
                 slower.append(job)
@@ -194,16 +195,16 @@ class Agreement:
 
     def _votes(
         self,
-        wishes: Iterable[LoadProposal],
+        proposals: Iterable[LoadProposal],
         jobs: Iterable[LoadJob],
         slow: Collection[LoadJob],
         saves: int,
     ) -> list[int]:
         """The vote of this rank on time, saves, wishes and jobs; see the module."""
         numbers = [self._decide(self._clock()), saves]
-        for wish in wishes:
-            loads = ANY if self.ranks.rank else int(wish.loads)
-            patience = _UNKNOWN if wish.patience is None else wish.patience
+        for wish in proposals:
+            loads = NO_VOTE if self.ranks.rank else int(wish.worthwhile)
+            patience = _UNKNOWN if wish.compute_seconds is None else wish.compute_seconds
             numbers += [wish.stop, loads, self._decide(patience)]
         for job in jobs:
             has_ended = job.done.is_set()
@@ -212,5 +213,5 @@ class Agreement:
         return numbers
 
     def _decide(self, seconds: float) -> int:
-        """Encode a time for the vote: rank 0 decides, the others vote `ANY`."""
-        return ANY if self.ranks.rank else int(seconds * _MICROSECONDS)
+        """Encode a time for the vote: rank 0 decides, the others vote `NO_VOTE`."""
+        return NO_VOTE if self.ranks.rank else int(seconds * _MICROSECONDS)

@@ -36,10 +36,10 @@ SOURCES = ("resident", "shared", "loaded", "blended", "unused", "computed")
 
 Row: TypeAlias = dict[str, Any]
 
-MOST_REQUESTS = 200
+MAX_REQUESTS = 200
 PERIOD_SECONDS = 10
-MOST_PERIODS = 180
-MOST_WORDS = 32
+MAX_PERIODS = 180
+MAX_WORDS = 32
 # Fields of a report that the page shows, besides the split of the prompt's tokens.
 _SHOWN = (
     *("path", "why", "decision", "approximate", "bits_mean", "used_tokens", "blended_tokens"),
@@ -60,7 +60,7 @@ def split_tokens(num_tokens: int, **sources: int) -> dict[str, int]:
     return split | {SOURCES[-1]: left}
 
 
-def split_again(report: Mapping[str, Any], **sources: int) -> dict[str, int]:
+def split_reported(report: Mapping[str, Any], **sources: int) -> dict[str, int]:
     """Split the tokens of a report's prompt again, by other sources."""
     return split_tokens(sum(report["tokens"].values()), **sources)
 
@@ -103,7 +103,7 @@ def new_report(policy: str, resident_len: int, num_tokens: int = 0) -> dict[str,
 
 def unused_report(policy: str, truncated_tokens: int) -> dict[str, object]:
     """The report of a request that ended before it was admitted: it has no path, and no tokens."""
-    report, reason = new_report(policy, 0), why.say(why.Reason.NOT_ADMITTED)
+    report, reason = new_report(policy, 0), why.sentence_for(why.Reason.NOT_ADMITTED)
     return report | {"path": None, "truncated_tokens": truncated_tokens, "why": reason}
 
 
@@ -168,14 +168,14 @@ class RecentRequests:
 
     def __init__(self, *, show_prompts: bool = False) -> None:
         self._show_prompts = show_prompts
-        self._rows: deque[Row] = deque(maxlen=MOST_REQUESTS)
-        self._periods: deque[list[int]] = deque(maxlen=MOST_PERIODS)
+        self._rows: deque[Row] = deque(maxlen=MAX_REQUESTS)
+        self._periods: deque[list[int]] = deque(maxlen=MAX_PERIODS)
         self._count = 0
         self._hashes = PrefixHashes()
         self.since = time.time()
         """When counting began."""
 
-    def note(
+    def record(
         self,
         rid: str,
         namespace: str,
@@ -215,9 +215,9 @@ class RecentRequests:
 
     def words(self, tokens: Tokens) -> list[int] | None:
         """The first tokens of a prompt; None unless prompts may be shown."""
-        return tokens[:MOST_WORDS].tolist() if self._show_prompts else None
+        return tokens[:MAX_WORDS].tolist() if self._show_prompts else None
 
-    def after(self, number: int) -> list[Row]:
+    def since_number(self, number: int) -> list[Row]:
         """Return the requests that ended after number `number`, the latest first."""
         return list(itertools.takewhile(lambda row: row["number"] > number, reversed(self._rows)))
 

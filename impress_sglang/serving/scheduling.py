@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from impress_sglang.config import SHORTEST
 from impress_sglang.cost import Estimate
 
-WINDOW = 16
+REORDER_WINDOW = 16
 
 
 class Serving(NamedTuple):
@@ -27,8 +27,8 @@ class Serving(NamedTuple):
     these that is not read yet."""
 
     estimate: Estimate
-    cached: bool
-    unread: float = 0.0
+    resident_tokens: bool
+    unread_fraction: float = 0.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -43,10 +43,10 @@ class _Place:
     seconds: float
     passed: dict[int, float]
 
-    def lets(self, other: _Place) -> bool:
+    def may_be_passed_by(self, other: _Place) -> bool:
         """Whether it lets another request pass."""
         passed = self.passed | {other.number: other.seconds}
-        within = len(passed) <= WINDOW and sum(passed.values()) <= self.seconds
+        within = len(passed) <= REORDER_WINDOW and sum(passed.values()) <= self.seconds
         return self.rank > other.rank and within
 
 
@@ -59,28 +59,28 @@ class QueueOrder:
     def __init__(self, schedule: str, look: Callable[[str], Serving | None]) -> None:
         """`schedule`: see `_place`; `look` returns the times of a request id, None if unknown."""
         self._schedule = schedule
-        self._look = look
+        self._serving_of = look
         self._arrivals = itertools.count()
-        self._known = dict[str, tuple[int, dict[int, float]]]()
+        self._places = dict[str, tuple[int, dict[int, float]]]()
 
     def forget(self, rid: str) -> None:
         """Forget a request that was admitted or has ended; a retracted one counts as new."""
-        self._known.pop(rid, None)
+        self._places.pop(rid, None)
 
     def arrange(self, queue: list[Any]) -> None:
         """Reorder the requests of the window."""
         arranged: list[tuple[Any, _Place]] = []
-        for request in queue[:WINDOW]:
+        for request in queue[:REORDER_WINDOW]:
             entry, place = self._place(request.rid), len(arranged)
             while place:
                 before, other = arranged[place - 1]
-                if before.priority != request.priority or not other.lets(entry):
+                if before.priority != request.priority or not other.may_be_passed_by(entry):
                     break
                 place -= 1
             for _, other in arranged[place:]:
                 other.passed[entry.number] = entry.seconds
             arranged.insert(place, (request, entry))
-        queue[:WINDOW] = [request for request, _ in arranged]
+        queue[:REORDER_WINDOW] = [request for request, _ in arranged]
 
     def _place(self, rid: str) -> _Place:
         """Compute the place of a request.
@@ -91,14 +91,14 @@ class QueueOrder:
         others. They are read while the others are computed. If they went first, the engine would be
         idle for as long as it waits: near capacity that loses more than the order gains.
         """
-        cost = self._look(rid)
-        number, passed = self._known.setdefault(rid, (next(self._arrivals), {}))
+        cost = self._serving_of(rid)
+        number, passed = self._places.setdefault(rid, (next(self._arrivals), {}))
         if cost is None:
             # It overtakes none, and none may overtake it.
             return _Place(number, (math.inf,), -1.0, passed)
-        seconds = cost.estimate.seconds(cost.unread)
-        waits = cost.estimate.unhidden(cost.unread) > 0.0
-        rank: tuple[float, ...] = (2.0 * waits if cost.cached else 1.0,)
+        seconds = cost.estimate.seconds(cost.unread_fraction)
+        waits = cost.estimate.unhidden(cost.unread_fraction) > 0.0
+        rank: tuple[float, ...] = (2.0 * waits if cost.resident_tokens else 1.0,)
         if self._schedule == SHORTEST:
             rank = waits, seconds
         return _Place(number, rank, seconds, passed)

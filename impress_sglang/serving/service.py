@@ -95,11 +95,12 @@ class Service:
         self.estimator = Estimator(hidden_size, overlapped=config.readahead > 0)
         self.counts: Memory | None = None
         """Memory in which this rank of all replicas counts prompts; None: only this process."""
-        self.usual = self.class_of(LoadOptions(bits=config.default_bits, blend=config.blend))
+        default = LoadOptions(bits=config.default_bits, blend=config.blend)
+        self.default_class = self.class_of(default)
         """Class of requests without options."""
         self.identity = identity
         """Model identity of the store that is open or being opened; empty if there is none."""
-        self.aside: str | None = None
+        self.suspended_by: str | None = None
         """Why the store may not be used, even if open (`plugin.weights`); None if it may."""
         self.opened: PrefixStore | None = None
         """The open store; None while there is none."""
@@ -123,7 +124,7 @@ class Service:
     @property
     def suspended(self) -> str | None:
         """Why the store is not used; None while it is."""
-        return OPENING if self.aside is None and self.opened is None else self.aside
+        return OPENING if self.suspended_by is None and self.opened is None else self.suspended_by
 
     @property
     def in_use(self) -> bool:
@@ -133,15 +134,15 @@ class Service:
     def resume(self) -> None:
         """Resume the use of the store, or of the one being opened: all KVs in the pool now belong
         to `identity`."""
-        if self.aside is not None:
-            self.aside = None
-            self._say_used()
+        if self.suspended_by is not None:
+            self.suspended_by = None
+            self._log_used()
 
     def reopen(self, identity: str) -> None:
         """Switch to other weights; must be called while no request reads a prefix.
 
-        The old store is closed and the new one opened in the background; `take_over` starts to use
-        the new one.
+        The old store is closed and the new one opened in the background; `adopt_opened` starts to
+        use the new one.
         """
         logger.info("prefixes of other weights are set aside; opening the store of %s", identity)
         self._discard_opening()
@@ -159,11 +160,11 @@ class Service:
 
     def poll(self) -> None:
         """Process results of other threads; never waits."""
-        self.take_over()
+        self.adopt_opened()
         if self.opened is not None:
             self.opened.poll()
 
-    def take_over(self) -> None:
+    def adopt_opened(self) -> None:
         """Start to use a store that was opened in the background, if ready; never waits for it."""
         if self._opening is None or not self._opening.done():
             return
@@ -177,9 +178,9 @@ class Service:
                 exc_info=not isinstance(error, ImpressError),
             )
             self.identity = ""
-            self.aside = self.aside or NOT_OPENED
+            self.suspended_by = self.suspended_by or NOT_OPENED
             return
-        self._say_used()
+        self._log_used()
 
     def _take_opened(self) -> None:
         opening, self._opening = self._opening, None
@@ -196,22 +197,22 @@ class Service:
         if opening is not None and not opening.cancel():
             self._opener.submit(_close_late, opening)
 
-    def _say_used(self) -> None:
+    def _log_used(self) -> None:
         if self.suspended is None:
             logger.info("the store is used again, for weights %s", self.identity)
 
-    def class_of(self, wanted: LoadOptions) -> KVClass:
+    def class_of(self, options: LoadOptions) -> KVClass:
         """Return the class of the KVs that a request gets."""
-        suffice = self.shape.coded and self.policy.bits(wanted) <= self.config.code_bits
+        suffice = self.shape.coded and self.policy.bits(options) <= self.config.code_bits
         bits = self.shape.code_bits if suffice else EXACT_BITS
-        return KVClass.of(dataclasses.replace(wanted, bits=bits))
+        return KVClass.of(dataclasses.replace(options, bits=bits))
 
-    def least(self, wanted: LoadOptions) -> Quality | None:
+    def min_quality(self, wanted: LoadOptions) -> Quality | None:
         """Worst stored quality that a request accepts; None if it accepts no stored KVs."""
-        return self.least_of(self.class_of(wanted))
+        return self.min_quality_of(self.class_of(wanted))
 
-    def least_of(self, kv_class: KVClass) -> Quality | None:
-        """Worst stored quality that requests of a class accept; None as in `least`."""
+    def min_quality_of(self, kv_class: KVClass) -> Quality | None:
+        """Worst stored quality that requests of a class accept; None as in `min_quality`."""
         if kv_class.exact and not self.shape.exact:
             return None
         return kv_class.worst(self.config.approximation_depth)
@@ -226,13 +227,13 @@ class Service:
         if self.metrics is not None:
             self.metrics.observe(report)
 
-    def tell_metrics(self, *, now: bool = False, idle: bool = False) -> None:
+    def publish_metrics(self, *, now: bool = False, idle: bool = False) -> None:
         """Export the counts: at most once a second, or `now`, or if `idle` and there is news."""
         if idle:
             # No batch will come that would poll.
             self.poll()
         if self.metrics is not None:
-            self.metrics.tell(self.summary, now=now or (idle and self.metrics.has_news))
+            self.metrics.publish(self.summary, now=now or (idle and self.metrics.has_changed))
 
     def summary(self) -> dict[str, Any]:
         """Return the content of `GET /impress/stats`: store, caches, and finished requests."""

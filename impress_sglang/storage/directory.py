@@ -44,12 +44,12 @@ _FOLDER = re.compile(r"[0-9a-f]{2}")
 _SEGMENT = re.compile(
     rf"([0-9a-f]{{32}}){re.escape(SEGMENT_SUFFIX)}({re.escape(TEMPORARY_SUFFIX)})?"
 )
-_LONGEST_MARKER = 4096
-_LONGEST_KEPT = 1 << 30
+_MAX_MARKER_BYTES = 4096
+_MAX_SMALL_FILE_BYTES = 1 << 30
 _KEY_BYTES = 32
 # Seconds within which the first server of a model must write the key.
 _KEY_SECONDS = 10.0
-MOST_SERVERS = 100
+MAX_SERVERS = 100
 MODEL_DIGITS = 28
 """Digits of the name of a rank's store that name the model; the others are the rank."""
 
@@ -111,7 +111,7 @@ class StoreDirectory:
     def get(self, name: str) -> bytes | None:
         """Read a small file written by `put`; None if it does not exist."""
         try:
-            return _read_small(self.files, self.path / name, _LONGEST_KEPT)
+            return _read_small(self.files, self.path / name, _MAX_SMALL_FILE_BYTES)
         except FileNotFoundError:
             return None
 
@@ -211,10 +211,10 @@ def take_free(files: FileSystem, root: Path, identity: str) -> StoreDirectory:
         ConfigError: see `StoreDirectory`.
         StoreInUseError: `MOST_SERVERS` servers have one each.
     """
-    for number in range(MOST_SERVERS - 1):
+    for number in range(MAX_SERVERS - 1):
         with contextlib.suppress(StoreInUseError):
             return StoreDirectory(files, root, f"{identity}.{number}" if number else identity)
-    return StoreDirectory(files, root, f"{identity}.{MOST_SERVERS - 1}")
+    return StoreDirectory(files, root, f"{identity}.{MAX_SERVERS - 1}")
 
 
 def identity_in(name: str) -> str | None:
@@ -360,7 +360,7 @@ def _stat_existing(files: FileSystem, path: Path) -> os.stat_result:
         return _stat_existing(files, path.parent)
 
 
-def _read_small(files: FileSystem, path: Path, longest: int = _LONGEST_MARKER) -> bytes:
+def _read_small(files: FileSystem, path: Path, longest: int = _MAX_MARKER_BYTES) -> bytes:
     content = bytearray(min(files.stat(path).st_size, longest))
     with files.opened(path, os.O_RDONLY) as descriptor:
         try:

@@ -190,7 +190,7 @@ class ThreadEngine:
         """`read` fills memory from a descriptor and an offset."""
         self.depth = depth = min(depth, max_threads)
         self._read = read
-        self._wanted: queue.SimpleQueue[tuple[int, int, int, int, int] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int, int, int, int, int] | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._next = 0
         # Daemons: the end of the process must not wait for a disk that hangs.
@@ -206,7 +206,7 @@ class ThreadEngine:
         self._next += len(sizes)
         columns = (numbers, descriptors, offsets, addresses, sizes)
         for read in zip(*(column.tolist() for column in columns), strict=True):
-            self._wanted.put(read)
+            self._queue.put(read)
         return numbers
 
     def finish(self, at_least: int = 1) -> tuple[Integers, Integers]:
@@ -218,12 +218,12 @@ class ThreadEngine:
 
     def close(self) -> None:
         for _ in self._threads:
-            self._wanted.put(None)
+            self._queue.put(None)
         for thread in self._threads:
             thread.join()
 
     def _run(self) -> None:
-        while (read := self._wanted.get()) is not None:
+        while (read := self._queue.get()) is not None:
             number, descriptor, offset, address, size = read
             target = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
             try:

@@ -96,7 +96,7 @@ class FileSystem:
         while done < len(source):
             done += os.pwritev(descriptor, [source[done:]], offset + done)
 
-    def date(self, descriptor: int, written_ns: int) -> None:
+    def set_mtime(self, descriptor: int, written_ns: int) -> None:
         """Set the modification time of a file, in nanoseconds as of `time.time_ns`."""
         os.utime(descriptor, ns=(written_ns, written_ns))
 

@@ -165,7 +165,7 @@ class KVShape:
         return {**dataclasses.asdict(self), "dtype": str(self.dtype).removeprefix("torch.")}
 
 
-class Pages(NamedTuple):
+class PagedGroups(NamedTuple):
     """A part of a layer: groups of equal size, of a number of tokens each, in pages that begin at a
     block. The groups of a page stand one after another; the last page has the remaining ones.
     """
@@ -271,7 +271,7 @@ class Chunks:
     row_bytes: Indices
 
 
-class Parts(tuple[Pages, ...]):
+class Parts(tuple[PagedGroups, ...]):
     """Parts of a layer that stand one after another: its columns, its codes, or rows. Their pages
     are chunks: what is cached and counted."""
 
@@ -332,15 +332,15 @@ class SegmentLayout:
         return _parts(tuple(self._chunks(dim * shape.dtype.itemsize) for dim in dims))
 
     @functools.cached_property
-    def rows(self) -> Pages:
+    def rows(self) -> PagedGroups:
         """The rows of each raw layer."""
         return self._chunks(self.shape.token_bytes)
 
-    def _chunks(self, row_bytes: int) -> Pages:
-        return Pages(self.num_tokens, 1, row_bytes, self.chunk_tokens)
+    def _chunks(self, row_bytes: int) -> PagedGroups:
+        return PagedGroups(self.num_tokens, 1, row_bytes, self.chunk_tokens)
 
     @functools.cached_property
-    def codes(self) -> tuple[Pages, ...]:
+    def codes(self) -> tuple[PagedGroups, ...]:
         """Pages of the codes of each layer that has codes, with equally many tokens per page."""
         shape, sizes = self.shape, self.shape.code_bytes
         if shape.basis:
@@ -348,7 +348,7 @@ class SegmentLayout:
         else:
             count = page_groups_for(sizes[:1], grain=1, max_groups=8, padding=1 / 128)
         tokens = 1 if shape.basis else GROUP_TOKENS
-        pages = {size: Pages(self.num_tokens, tokens, size, count) for size in set(sizes)}
+        pages = {size: PagedGroups(self.num_tokens, tokens, size, count) for size in set(sizes)}
         return tuple(pages[size] for size in sizes)
 
     @functools.cached_property
@@ -371,7 +371,7 @@ class SegmentLayout:
         return self._layer_starts[layer + 1] - self._layer_starts[layer]
 
     @property
-    def most_layer_bytes(self) -> int:
+    def max_layer_bytes(self) -> int:
         """Bytes of the largest layer."""
         return max(map(self.layer_bytes, range(self.shape.num_layers)))
 
@@ -398,7 +398,7 @@ class SegmentLayout:
         """Bytes of the parts of some layers."""
         return sum(layer.num_bytes for layer in self._kinds[codes][layers])
 
-    def most_bytes(self, *, codes: bool) -> int:
+    def max_bytes(self, *, codes: bool) -> int:
         """Bytes of the parts of the largest layer."""
         return max(layer.num_bytes for layer in self._kinds[codes])
 

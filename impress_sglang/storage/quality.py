@@ -17,48 +17,52 @@ class Quality:
 
     `depth` counts them: 0 is exact, 1 was computed after an approximation of an exact prefix, 2
     after one of a prefix of depth 1. `bits` is the lowest average per element of any of them.
-    `share` is the lowest recomputed share of reused tokens that are stored after other tokens: such
-    a KV is blended. It is 1.0 if there were none.
+    `recompute_ratio` is the lowest recomputed share of reused tokens that are stored after other
+    tokens: such a KV is blended. It is 1.0 if there were none.
     """
 
     depth: int = 0
     bits: float = EXACT_BITS
-    share: float = 1.0
+    recompute_ratio: float = 1.0
 
     def __post_init__(self) -> None:
         assert self.depth >= 0 and 0.0 < self.bits <= EXACT_BITS
-        assert 0.0 <= self.share <= 1.0
-        assert self.depth or (self.bits, self.share) == _ALL
+        assert 0.0 <= self.recompute_ratio <= 1.0
+        assert self.depth or (self.bits, self.recompute_ratio) == _ALL
 
     @property
     def blended(self) -> bool:
         """Whether it rests on reused tokens that are stored after other tokens."""
-        return self.share < 1.0
+        return self.recompute_ratio < 1.0
 
     @property
     def rank(self) -> tuple[float, ...]:
         """Sort key, best first; blended KVs have larger errors than all others."""
-        return -self.share, self.depth, -self.bits
+        return -self.recompute_ratio, self.depth, -self.bits
 
-    def suffices(self, worst: Quality) -> bool:
+    def is_at_least(self, worst: Quality) -> bool:
         """Whether a request that accepts `worst` and better accepts this."""
-        return self.depth <= worst.depth and self.bits >= worst.bits and self.share >= worst.share
+        return (
+            self.depth <= worst.depth
+            and self.bits >= worst.bits
+            and self.recompute_ratio >= worst.recompute_ratio
+        )
 
-    def after(self, bits: float, share: float = 1.0) -> Quality:
+    def after(self, bits: float, recompute_ratio: float = 1.0) -> Quality:
         """Quality of KVs computed after a prefix of this quality, loaded in `bits` bits.
 
-        `share`: recomputed share of tokens in between that are stored after other tokens.
+        `recompute_ratio`: recomputed share of tokens in between that are stored after other tokens.
         """
-        if (bits, share) == _ALL:
+        if (bits, recompute_ratio) == _ALL:
             return self
-        return self.worst(Quality(self.depth + 1, bits, share))
+        return self.worst(Quality(self.depth + 1, bits, recompute_ratio))
 
     def worst(self, other: Quality) -> Quality:
         """Quality of KVs that rest on both."""
         return Quality(
             max(self.depth, other.depth),
             min(self.bits, other.bits),
-            min(self.share, other.share),
+            min(self.recompute_ratio, other.recompute_ratio),
         )
 
 

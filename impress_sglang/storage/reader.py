@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 # for are not delayed much by a piece that is read ahead.
 PIECE_BYTES = 256 << 10
 # Seconds between two checks, during a wait, whether the device has stopped.
-LOOK_SECONDS = 0.25
+CHECK_SECONDS = 0.25
 # The thread wakes up when a quarter of the reads in flight have ended, or as many as should end in
 # this time: only then does it start new reads that a layer waits for.
 WAKE_SHARE = 4
@@ -44,7 +44,7 @@ ASLEEP_SECONDS = 1e-3
 # Reads ahead in flight; also at most half of all reads. In pieces of 256 KiB that is enough for a
 # drive with latency. On a slow drive fewer would delay urgent reads less, but its throughput does
 # not tell it from one with latency.
-MOST_AHEAD = 16
+MAX_AHEAD = 16
 # Largest number of pieces, and of seconds, of one observation of the cost of reads.
 OBSERVED_PIECES = 64
 OBSERVED_SECONDS = 0.02
@@ -88,7 +88,7 @@ class PendingRead:
         """Whether nothing more will be read."""
         return self.ended.is_set()
 
-    def arrived(self) -> None:
+    def wait(self) -> None:
         """Wait until all pieces are read, without verifying them.
 
         Raises:
@@ -103,7 +103,7 @@ class PendingRead:
 
     def wait_idle(self) -> bool:
         """Wait until no more pieces will be read; False if the device has stopped."""
-        while not self.ended.wait(LOOK_SECONDS):
+        while not self.ended.wait(CHECK_SECONDS):
             if self._has_stopped():
                 return False
         return True
@@ -135,7 +135,7 @@ class BlockReader:
         self.cost = ReadCost()
         self._make_engine = functools.partial((files or installed()).engine, engine, depth)
         self._patience, self._piece, self._arrived_at = patience, piece_bytes, time.monotonic()
-        self._unsettled: set[PendingRead] = set()
+        self._unfinished: set[PendingRead] = set()
         self._closed = False
         self._failed: BaseException | None = None
         self._quiet = threading.Event()
@@ -187,9 +187,9 @@ class BlockReader:
             elif not len(read.sizes):
                 read.ended.set()
             else:
-                if not self._unsettled:
+                if not self._unfinished:
                     self._arrived_at = time.monotonic()
-                self._unsettled.add(read)
+                self._unfinished.add(read)
                 self._queues[ahead].append(read)
                 self._changed.notify()
         return read
@@ -201,7 +201,7 @@ class BlockReader:
             if rest.start < rest.stop:
                 # It may stay in the queue, but has no more pieces to begin.
                 read.last = rest.start
-                self._settle(read)
+                self._finish_if_idle(read)
         return read.starts[rest], read.starts[rest] + read.sizes[rest]
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ class BlockReader:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        while not self._quiet.wait(LOOK_SECONDS) and not self._has_stopped():
+        while not self._quiet.wait(CHECK_SECONDS) and not self._has_stopped():
             pass
 
     def revive(self) -> None:
@@ -223,7 +223,7 @@ class BlockReader:
 
     def _has_stopped(self) -> bool:
         """Whether no piece has arrived for too long while reads are pending."""
-        return bool(self._unsettled) and time.monotonic() - self._arrived_at > self._patience
+        return bool(self._unfinished) and time.monotonic() - self._arrived_at > self._patience
 
     def _run(self) -> None:
         failure: BaseException | None = None
@@ -240,9 +240,9 @@ class BlockReader:
             self._engine.close()
         with self._changed:
             self._failed = failure
-            for read in self._unsettled:
+            for read in self._unfinished:
                 read.fail(failure or RuntimeError("closed"))
-            self._unsettled.clear()
+            self._unfinished.clear()
         self._quiet.set()
 
     def _serve(self) -> bool:
@@ -298,7 +298,7 @@ class BlockReader:
         depth, batches = self._engine.depth, []
         room = depth - len(self._flying)
         for waiting, ahead in zip(self._queues, (False, True), strict=True):
-            room_ahead = min(MOST_AHEAD, max(depth // 2, 1)) - self._flying_ahead
+            room_ahead = min(MAX_AHEAD, max(depth // 2, 1)) - self._flying_ahead
             limit = min(room, room_ahead) if ahead else room
             while limit > 0 and waiting:
                 read = waiting[0]
@@ -326,14 +326,14 @@ class BlockReader:
             for read, count in arrived.items():
                 read.in_flight -= count
                 self._flying_ahead -= count * read.ahead
-                self._settle(read)
+                self._finish_if_idle(read)
         # Last, so that callers waiting for these bytes do not wait for the observation.
         self._watch.ended(len(ended))
 
-    def _settle(self, read: PendingRead) -> None:
+    def _finish_if_idle(self, read: PendingRead) -> None:
         if not read.in_flight and read.next == read.last:
             read.ended.set()
-            self._unsettled.discard(read)
+            self._unfinished.discard(read)
 
 
 class _Watch:

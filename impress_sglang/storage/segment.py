@@ -141,7 +141,7 @@ class SegmentInfo:
             "num_tokens": self.num_tokens,
             "depth": quality.depth,
             "bits": quality.bits,
-            "share": quality.share,
+            "share": quality.recompute_ratio,
             "shape": self.shape.fields,
             "priority": self.priority.name.lower(),
         }

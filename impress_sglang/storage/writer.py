@@ -74,7 +74,7 @@ def write_segment(
     checksums, sinks, fits = (np.zeros(*shapes[n][::-1]) for n in ("checksums", "sinks", "fits"))
     files.make_directory(path.parent)
     with publishing(files, path, direct=direct, is_wanted=is_wanted) as descriptor:
-        memory = AlignedMemory(max(layout.most_layer_bytes, layout.header_bytes)).view
+        memory = AlignedMemory(max(layout.max_layer_bytes, layout.header_bytes)).view
         first = 0
         for layer in range(shape.num_layers):
             keys, values = read_layer(layer)
@@ -97,7 +97,7 @@ def write_segment(
         if written_ns is not None:
             # If a network file system refuses this, the age starts at zero.
             with contextlib.suppress(OSError):
-                files.date(descriptor, written_ns)
+                files.set_mtime(descriptor, written_ns)
 
 
 @contextlib.contextmanager

@@ -195,7 +195,7 @@ class DiskWorker(BackgroundThread):
         self.files.make_directory(path.parent)
         with self.files.opened(fetched, os.O_RDONLY) as descriptor:
             # The age of its KVs, which orders to purge and `--impress-ttl` compare.
-            self.files.date(descriptor, int(segment.written * 1e9))
+            self.files.set_mtime(descriptor, int(segment.written * 1e9))
         self.files.rename(fetched, path)
         self.files.sync_directory(path.parent)
         self.record(segment)

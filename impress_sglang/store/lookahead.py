@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from impress_sglang.store.stored import StoredSpan
 from impress_sglang.threads import locked
-from impress_sglang.tiers.rules import LAST_TURN, NOBODY
+from impress_sglang.tiers.rules import LAST_TURN, NOT_AWAITED
 
 # Turns between two consecutive requests, for requests that come between them later.
 _GAP = 1024
@@ -149,7 +149,7 @@ def turns_of(
     num_chunks: int, chunk_tokens: int, ranges: Sequence[AwaitedRange]
 ) -> npt.NDArray[np.int64]:
     """Return the turn at which each chunk is needed next, int64 [num_chunks]; -1: not awaited."""
-    turns = np.full(num_chunks, NOBODY)
+    turns = np.full(num_chunks, NOT_AWAITED)
     for start, stop, turn in ranges:
         turns[start // chunk_tokens : -(-stop // chunk_tokens)] = turn
     return turns

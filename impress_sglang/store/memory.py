@@ -18,7 +18,7 @@ from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout
 from impress_sglang.store.policies import make_policy
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.transfer.buffers import BufferPool
-from impress_sglang.transfer.wanted import most_pages
+from impress_sglang.transfer.wanted import max_pages
 
 # Reserved for everything else that runs on the host.
 MARGIN_BYTES = 1 << 30
@@ -46,7 +46,7 @@ class StoreMemory:
         layout = SegmentLayout(shape, config.chunk_tokens, 1, BLOCK_BYTES)
         cache = ChunkCache(
             BLOCK_BYTES,
-            most_pages(layout),
+            max_pages(layout),
             policy.replacement(),
             device=device,
             device_bytes=bytes_of(config.device_gb) if policy.stores else 0,

@@ -35,7 +35,7 @@ from impress_sglang.threads import BackgroundThread, locked
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.basis_codec import is_misfit
 from impress_sglang.transfer.sources import OpenSpan, StoredSource, WholeSource
-from impress_sglang.transfer.wanted import chunk_pages
+from impress_sglang.transfer.wanted import pages_per_chunk
 
 logger = logging.getLogger(__name__)
 # Number of bytes for which the speeds of SSD and bucket are compared.
@@ -88,7 +88,7 @@ class SegmentReaders:
         """Return the first id of the chunks of a kind of a file, which are about to be read."""
         kinds = self._ids.setdefault(info.segment_id, {})
         if codes not in kinds:
-            first_id = self._cache.placement.attach(chunk_pages(info.geometry, codes=codes))
+            first_id = self._cache.placement.attach(pages_per_chunk(info.geometry, codes=codes))
             kinds[codes] = first_id, info
             if ranges := self._lookahead.ranges(info.segment_id):
                 self._expect(first_id, info, ranges, codes=codes)
@@ -97,7 +97,7 @@ class SegmentReaders:
     def tiers(self, info: SegmentInfo, *, codes: bool) -> npt.NDArray[np.uint8]:
         """Return the `Tier` value of each chunk of a kind; SSD for chunks without an id."""
         chunk_ids = self._ids.get(info.segment_id, {}).get(codes)
-        count = len(chunk_pages(info.geometry, codes=codes))
+        count = len(pages_per_chunk(info.geometry, codes=codes))
         if chunk_ids is None:
             return np.full(count, Tier.SSD, np.uint8)
         return self._cache.placement.tiers(chunk_ids[0], count)
@@ -140,7 +140,7 @@ class SegmentReaders:
         """Return the bytes of a segment in the caches, by `Tier`."""
         num_bytes = np.zeros(len(Tier), np.int64)
         for codes, (_, info) in self._ids.get(segment_id, {}).items():
-            pages = chunk_pages(info.geometry, codes=codes)
+            pages = pages_per_chunk(info.geometry, codes=codes)
             counts = np.bincount(self.tiers(info, codes=codes), pages, len(Tier))
             num_bytes += counts.astype(np.int64) * BLOCK_BYTES
         num_bytes[Tier.SSD] = 0
@@ -161,7 +161,7 @@ class SegmentReaders:
         for segment, length in lengths.items():
             info = segment.info
             on_ssd = self.tiers(info, codes=codes) == Tier.SSD
-            pages = chunk_pages(info.geometry, codes=codes)[on_ssd]
+            pages = pages_per_chunk(info.geometry, codes=codes)[on_ssd]
             num_bytes = int(pages.sum(dtype=np.int64)) * BLOCK_BYTES
             slowdown = 1.0
             if self._bucket_reader is not None and self._disk.only_in_bucket(segment):
@@ -175,7 +175,7 @@ class SegmentReaders:
         pool = self._memory.buffers
         segments = {span.segment for span in spans}
         needed = pool.size_of(
-            sum(segment.info.geometry.most_bytes(codes=in_codes) for segment in segments)
+            sum(segment.info.geometry.max_bytes(codes=in_codes) for segment in segments)
         )
         if needed > pool.limit_bytes and not self._logged_too_small:
             self._logged_too_small = True
@@ -247,7 +247,9 @@ class SegmentReaders:
         """Drop the chunks of a file that was removed from the tree and has no reader."""
         if segment_id not in self._open and segment_id not in self._disk.tree:
             for codes, (first, info) in self._ids.pop(segment_id, {}).items():
-                self._cache.placement.detach(first, len(chunk_pages(info.geometry, codes=codes)))
+                self._cache.placement.detach(
+                    first, len(pages_per_chunk(info.geometry, codes=codes))
+                )
 
     @locked
     def replace(self, old_id: str, segment: StoredSegment, shares: Floats) -> None:

@@ -123,7 +123,7 @@ class PrefixStore:
     def close_source(self, source: StoredSource) -> None:
         """Close a source and count its reads; its segments may be removed again."""
         self.readers.close_source(source)
-        self.ahead.leave(source)
+        self.ahead.remove(source)
         self.stats.bytes_read += source.stats.ssd_bytes
         self.stats.bytes_read_ahead += source.stats.ahead_bytes
         self.stats.bytes_read_ahead_used += source.stats.ahead_used_bytes

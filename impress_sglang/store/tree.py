@@ -185,7 +185,7 @@ class StoredTree:
         info, tombstones = segment.info, list[StoredSegment]()
         if info.segment_id in self._segments:
             return False
-        if parent is not None and not parent.info.quality.suffices(info.quality):
+        if parent is not None and not parent.info.quality.is_at_least(info.quality):
             return False
         stop, child = info.prefix_len, parent
         if parent is not None and parent.lost:
@@ -250,7 +250,7 @@ class StoredTree:
             assert self._segments[parent.segment_id] is parent
             assert parent.info.prefix_len < info.prefix_len <= parent.stop
             assert parent.info.namespace == info.namespace
-            assert parent.info.quality.suffices(info.quality)
+            assert parent.info.quality.is_at_least(info.quality)
         self.order.check(segment)
 
     def _children_of(self, namespace: str, parent: StoredSegment | None) -> Children:
@@ -420,7 +420,7 @@ def _children_for(
             quality is min_quality
             or quality == min_quality
             or min_quality is None
-            or (not child.lost and quality.suffices(min_quality))
+            or (not child.lost and quality.is_at_least(min_quality))
         ):
             yield child
 

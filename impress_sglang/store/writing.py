@@ -328,7 +328,7 @@ class SegmentWrites:
 
         if self._codec is not None:
             energy = functools.partial(self._disk.meter.energy, queries=offer.queries)
-            coding = self._codec.rule(info.prefix_len, energy, alone=not self._shape.exact)
+            coding = self._codec.layer_encoder(info.prefix_len, energy, alone=not self._shape.exact)
         future = self._worker.submit(
             self._worker.write,
             segment,

@@ -90,7 +90,7 @@ class ChunkCache:
         caches = (self.pages[tier].data_ptr() for tier in (Tier.HOST, Tier.DEVICE))
         return np.array([memory_address, *caches])
 
-    def settle(self, access: Access, loaded: Ids, addresses: Indices) -> Fence | None:
+    def apply_moves(self, access: Access, loaded: Ids, addresses: Indices) -> Fence | None:
         """Perform the moves, before the next access, without waiting.
 
         On a GPU chunks move concurrently with the model, on a stream of their own. `loaded` int64

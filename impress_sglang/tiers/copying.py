@@ -20,7 +20,7 @@ from impress_sglang.loops.types import Indices
 from impress_sglang.storage.files import AlignedMemory
 
 # Enough tables for several layers, so that copies do not wait, and numbers for most launches.
-MOST_TABLES, LEAST_NUMBERS = 256, 4096
+MAX_TABLES, MIN_NUMBERS = 256, 4096
 
 
 def pin_memory(memory: AlignedMemory) -> None:
@@ -89,7 +89,7 @@ class CopyStream:
             finally:
                 self._last_copy = Fence(self._stream.device)
 
-    def note_reading(self, fence: Fence) -> None:
+    def record_reading(self, fence: Fence) -> None:
         """Record that work before a fence of the current stream reads cached chunks."""
         self._last_read = fence
 
@@ -123,11 +123,11 @@ class PageCopier:
     def begin(self, count: int) -> Indices:
         """Prepare a copy: returns int64 [2 * count] for the addresses of sources, then targets."""
         table = self._table[:0]
-        if self._read and (self._read[0][1].done or len(self._read) == MOST_TABLES):
+        if self._read and (self._read[0][1].done or len(self._read) == MAX_TABLES):
             table, fence = self._read.popleft()
             fence.wait()
         if len(table) < 2 * count:
-            size, pin = max(2 * count, LEAST_NUMBERS), self._device.type == "cuda"
+            size, pin = max(2 * count, MIN_NUMBERS), self._device.type == "cuda"
             table = torch.empty(size, dtype=torch.int64, pin_memory=pin)
         self._table, self._count = table, count
         numbers: Indices = table[: 2 * count].numpy()

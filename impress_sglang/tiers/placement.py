@@ -95,7 +95,7 @@ class IdRanges:
             self.gaps = self.gaps[self.gaps[:, 0] < self.gaps[:, 1]]
         return base
 
-    def give(self, base: int, size: int) -> None:
+    def put_back(self, base: int, size: int) -> None:
         """Give `size` ids from `base` on back."""
         stop = base + size
         # Adjacent gaps are merged with it.
@@ -179,7 +179,7 @@ class Placement:
         """Free a range of ids; their chunks are removed from the caches."""
         self.drop(np.arange(base, base + size))
         self._rule.forget(base, size)
-        self._ids.give(base, size)
+        self._ids.put_back(base, size)
 
     @locked
     def drop(self, ids: Ids) -> None:

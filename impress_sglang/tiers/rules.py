@@ -19,16 +19,16 @@ from impress_sglang.loops.types import Floats
 Ids = npt.NDArray[np.int64]
 
 # Accesses are counted up to this number, far beyond the last one that changes a weight.
-MOST_ACCESSES = 1000
+MAX_ACCESSES = 1000
 # Weight of the newest access in an average; the first ones have equal weight.
 AVERAGE_WEIGHT = 0.1
 # The turn of a chunk for which no request waits. Turns are from 0 to LAST_TURN, and a chunk with
 # one is worth more than any priority of a rule: _AWAITED at least.
-NOBODY = -1
+NOT_AWAITED = -1
 LAST_TURN = 2**52
 _AWAITED = 2**62
 # The share of a chunk that is expected to have no important rows.
-LEAST_SHARE = 1e-6
+MIN_SHARE = 1e-6
 # Bits of a score's fraction in its priority. The bias is larger than the magnitude of
 # any negative exponent of a float.
 _FRACTION_BITS, _BIAS = 32, 1100
@@ -89,9 +89,9 @@ class ReplacementRule(abc.ABC):
         self._rank(ids)
 
     def expect(self, ids: Ids, turns: Ids) -> None:
-        """Set the int64 turns of requests that wait for distinct chunks; NOBODY if none does."""
+        """Set the int64 turns of the requests that wait for chunks, or NOT_AWAITED."""
         worth = _AWAITED + LAST_TURN - turns
-        self.priorities[ids] = np.where(turns == NOBODY, self._ranks(ids), worth)
+        self.priorities[ids] = np.where(turns == NOT_AWAITED, self._ranks(ids), worth)
 
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         """Let new chunks replace old ones: `ids` get the history of `sources`, and new shares."""
@@ -185,7 +185,7 @@ class ImportanceScore(ReplacementRule):
     def _count(self, ids: Ids, shares: Floats) -> None:
         averages, frequencies, doublings, accesses = self._tables
         now, average = self._now, averages.take(ids)
-        accesses[ids] = counts = np.minimum(accesses.take(ids) + 1, MOST_ACCESSES)
+        accesses[ids] = counts = np.minimum(accesses.take(ids) + 1, MAX_ACCESSES)
         average += np.maximum(1.0 / counts, AVERAGE_WEIGHT) * (shares - average)
         frequency = np.ldexp(frequencies.take(ids), doublings.take(ids) - now) + 1.0
         averages[ids], frequencies[ids], doublings[ids] = average, frequency, now
@@ -197,7 +197,7 @@ class ImportanceScore(ReplacementRule):
 
     def _copy(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         super()._copy(ids, sources, shares)
-        self._tables[0][ids] = np.maximum(shares, LEAST_SHARE)
+        self._tables[0][ids] = np.maximum(shares, MIN_SHARE)
 
 
 def priorities_of(scores: Floats, doublings: Ids | int) -> Ids:

@@ -20,18 +20,18 @@ class ReadAhead:
         # Whether a request uses the source already, or only waits for it.
         self._live: dict[StoredSource, bool] = {}
 
-    def join(self, source: StoredSource) -> None:
+    def add_running(self, source: StoredSource) -> None:
         """Add the source of a running request; it may have been waiting until now."""
-        self.leave(source)
+        self.remove(source)
         self._live[source] = True
         self.top_up()
 
-    def wait(self, source: StoredSource) -> None:
+    def add_waiting(self, source: StoredSource) -> None:
         """Add the source of a waiting request."""
         self._live[source] = False
         self.top_up()
 
-    def leave(self, source: StoredSource) -> None:
+    def remove(self, source: StoredSource) -> None:
         """Remove a source that is closed."""
         self._live.pop(source, None)
 

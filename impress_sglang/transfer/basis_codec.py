@@ -76,25 +76,31 @@ class BasisCodec:
     instead = "no --impress-basis"
 
     def __init__(
-        self, basis: Basis, rotation: KeyRotation, beyond: int = 0, *, kernels: bool | None = None
+        self,
+        basis: Basis,
+        rotation: KeyRotation,
+        draft_offset: int = 0,
+        *,
+        kernels: bool | None = None,
     ) -> None:
-        """`basis` is on the CPU. KVs are stored as those of the token `beyond` positions later.
+        """`basis` is on the CPU. KVs are stored as those of the token `draft_offset` later.
 
         `kernels`: whether kernels restore; None means on a GPU.
         """
         self.basis = basis
         self.rotation = rotation
-        self.beyond = beyond
+        self.draft_offset = draft_offset
         self._kernels = kernels
         # Tables to restore each layer, on the device of the pools.
         self._tables: list[Any] = []
 
     def positions(self, first: int, count: int) -> Tensor:
         """Positions of the tokens whose KVs are stored as those from token `first` on."""
-        return torch.arange(first - self.beyond, first - self.beyond + count).clamp_min(0)
+        start = first - self.draft_offset
+        return torch.arange(start, start + count).clamp_min(0)
 
-    def rule(self, first: int, energy: Energy, *, alone: bool = False) -> LayerEncoder:
-        """See `Codec.rule`; codes of KVs that do not fit the basis are too inexact."""
+    def layer_encoder(self, first: int, energy: Energy, *, alone: bool = False) -> LayerEncoder:
+        """See `Codec.layer_encoder`; codes of KVs that do not fit the basis are too inexact."""
         basis, rotation, total = self.basis, self.rotation, 0.0
         below: Tensor | None = None
         turns: RotationFactors | None = None

@@ -95,7 +95,7 @@ class BufferPool:
         self._open[memory] = evict
         return memory
 
-    def give(self, memory: PooledMemory, reads: list[PendingRead]) -> None:
+    def put_back(self, memory: PooledMemory, reads: list[PendingRead]) -> None:
         """Take memory back; `reads` may still be filling it."""
         del self._open[memory]
         self.used_bytes -= memory.num_bytes
@@ -211,7 +211,7 @@ class LayerBuffer:
         for read, brings in zip(self.reads, sources, strict=True):
             if brings:
                 try:
-                    read.arrived()
+                    read.wait()
                 except PrefixUnreadable as error:
                     errors.append(error)
         if errors:
@@ -225,7 +225,7 @@ class LayerBuffer:
         self._stop_reading_ahead(range(len(self.reads)))
         self.ahead_bytes = sum(read.num_bytes for read in self.reads if read.ahead)
         if self.memory is not None:
-            self._pool.give(self.memory, self.reads)
+            self._pool.put_back(self.memory, self.reads)
 
     def _of_parts(self, blocks: Indices) -> Iterator[tuple[OpenSegment, int, Indices]]:
         """For each part with some of these blocks: its segment, the offset in its file at which the

@@ -37,7 +37,7 @@ class Codec(Protocol):
     instead: str
     """Options of a server that needs no such codec."""
 
-    def rule(self, first: int, energy: Energy, *, alone: bool = False) -> LayerEncoder:
+    def layer_encoder(self, first: int, energy: Energy, *, alone: bool = False) -> LayerEncoder:
         """Make the function that codes a segment whose first token is number `first` of a prompt.
 
         It is for one segment, layers in ascending order. It raises `NotCodable` if codes stand
@@ -61,8 +61,8 @@ class GroupCodec:
         """`kernels`: whether kernels restore; None means on a GPU."""
         self._layout, self._kernels = layout, kernels
 
-    def rule(self, first: int, energy: Energy, *, alone: bool = False) -> LayerEncoder:
-        """See `Codec.rule`; everything can be coded."""
+    def layer_encoder(self, first: int, energy: Energy, *, alone: bool = False) -> LayerEncoder:
+        """See `Codec.layer_encoder`; everything can be coded."""
 
         def code(layer: int, keys: Tensor, values: Tensor) -> EncodedLayer:
             return EncodedLayer(

@@ -115,7 +115,7 @@ class StoredLayers:
 
     def __init__(self, streams: Callable[[int], tuple[Tensor, Tensor]]) -> None:
         """`streams` returns the pools of keys and values of a layer."""
-        self._streams = streams
+        self._main_layers = streams
         self.packed: PackedLayers | None = None
         """Layers from other pools of the same tokens."""
         self.states: PackedLayers | None = None
@@ -123,7 +123,7 @@ class StoredLayers:
 
     def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
         """The pools of a layer."""
-        return self._streams(layer)
+        return self._main_layers(layer)
 
     def into(self, layer: int, slots: Tensor) -> AbstractContextManager[Rows]:
         """Rows for a layer of slots, int64 [n]; stored in the pools at the end of the block."""

@@ -123,7 +123,7 @@ class StoredSource(abc.ABC):
         self._segments = list(dict.fromkeys(segments))
         self._places = [self._segments.index(segment) for segment in segments]
         self.layer_bytes = pool.size_of(
-            sum(segment.layout.most_bytes(codes=codes) for segment in self._segments)
+            sum(segment.layout.max_bytes(codes=codes) for segment in self._segments)
         )
         """Bytes of the pool that the buffer of a layer takes."""
         self.stats = ReadStats()
@@ -213,7 +213,7 @@ class StoredSource(abc.ABC):
                 own_frames = of_blocks[taken], frames[taken]
                 blocks.append(take_blocks(self._cache, *own_frames, buffer.memory))
             begins = [span.first + first for span, first in zip(spans, firsts, strict=True)]
-            self._settle(access, chunks, np.concatenate(begins), buffer.memory)
+            self._apply_moves(access, chunks, np.concatenate(begins), buffer.memory)
         except BaseException:
             # The placement assumes bytes that were not copied.
             self._cache.placement.drop(access.moves.chunks)
@@ -234,13 +234,13 @@ class StoredSource(abc.ABC):
             buffer.wait(wanted)
             self.stats.wait_ms += (time.perf_counter() - began) * 1e3
 
-    def _settle(
+    def _apply_moves(
         self, access: Access, ids: Indices, begins: Indices, memory: PooledMemory | None
     ) -> None:
         """Move chunks between tiers; chunks read to be cached come from the buffer."""
         read = np.flatnonzero(access.kept)
         address = 0 if memory is None else memory.address
-        fence = self._cache.settle(access, ids[read], address + begins[read] * BLOCK_BYTES)
+        fence = self._cache.apply_moves(access, ids[read], address + begins[read] * BLOCK_BYTES)
         if fence is not None and memory is not None and len(read):
             memory.fence = fence
 
@@ -359,7 +359,7 @@ def take_blocks(
     table[len(frames) :] = blocks.data_ptr() + np.arange(len(frames)) * BLOCK_BYTES
     cache.copy_stream.join()
     fence = cache.copier.launch()
-    cache.copy_stream.note_reading(fence)
+    cache.copy_stream.record_reading(fence)
     if memory is not None:
         memory.fence = fence
     return blocks

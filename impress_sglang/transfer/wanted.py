@@ -12,18 +12,18 @@ import numpy as np
 import numpy.typing as npt
 
 from impress_sglang.loops.types import Flags, Floats, Indices
-from impress_sglang.storage.layout import BLOCK_BYTES, Chunks, Pages, Parts, SegmentLayout
+from impress_sglang.storage.layout import BLOCK_BYTES, Chunks, PagedGroups, Parts, SegmentLayout
 
 
 @functools.lru_cache(maxsize=256)
-def chunk_pages(layout: SegmentLayout, *, codes: bool) -> npt.NDArray[np.uint16]:
+def pages_per_chunk(layout: SegmentLayout, *, codes: bool) -> npt.NDArray[np.uint16]:
     """Number of cache pages of each chunk of one kind, of all layers; a page is a block."""
     layers = range(layout.shape.num_layers)
     counts = [layout.parts(layer, codes=codes).chunks.count for layer in layers]
     return np.concatenate(counts).astype(np.uint16)
 
 
-def most_pages(layout: SegmentLayout) -> int:
+def max_pages(layout: SegmentLayout) -> int:
     """Number of cache pages of the largest chunk of any segment of the same shape."""
     last = layout.parts(layout.shape.num_layers - 1, codes=False)
     return max(pages.page_bytes for pages in (*layout.columns, *layout.codes, *last)) // BLOCK_BYTES
@@ -34,7 +34,7 @@ class WantedChunks:
 
     taken: Flags | None = None
     """Which blocks of `chunks`, one after another, are returned; None for all."""
-    places: Sequence[tuple[Pages, slice, slice]] = ()
+    places: Sequence[tuple[PagedGroups, slice, slice]] = ()
     """For each part that is not empty: its bytes in all blocks, and its groups there, if whole
     tokens are wanted."""
 

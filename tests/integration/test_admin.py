@@ -115,7 +115,7 @@ def test_an_idle_server_removes_what_is_too_old(world: World) -> None:
     make_old(world)
 
     def gone() -> bool:
-        world.service.tell_metrics(idle=True)
+        world.service.publish_metrics(idle=True)
         return not len(world.service.store.tree)
 
     wait_until(gone)
@@ -183,7 +183,7 @@ def test_no_order_ends_the_scheduler(world: World) -> None:
         assert "error" in json.loads(handle(world.cache, text))
     assert "error" in world.told("unheard of", STORED)
     assert "error" in world.told("pin", [2**40] * TOKENS)
-    world.service.aside = "weights change"
+    world.service.suspended_by = "weights change"
     assert world.told("purge", STORED) == {"error": "no store is in use: weights change"}
 
 
@@ -215,7 +215,7 @@ def test_a_fault_of_ours_is_none_of_the_caller(
     assert client.post("/impress/pin", json={"input_ids": [1]}).status_code == 400
     monkeypatch.setitem(admin.VERBS, "pin", None)
     assert client.post("/impress/pin", json={"input_ids": [1]}).status_code == 500
-    world.service.aside = "a test"
+    world.service.suspended_by = "a test"
     refused = client.post("/impress/reorder")
     assert refused.status_code == 400 and "no store is in use: a test" in refused.text
 

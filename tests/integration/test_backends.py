@@ -229,7 +229,7 @@ def test_only_the_request_fails_and_brings_no_nan_into_the_pass(
     world.fails[broken.rid] = layer, error
     request, other = (world.live[row.rid] for row in (broken, intact))
     world.extend((broken, 1), (intact, 1))
-    assert request.failed and not request.loading and request.layers_loaded == LAYERS
+    assert request.failed and not request.is_loading and request.layers_loaded == LAYERS
     assert not other.failed and other.layers_loaded == LAYERS
     slots = broken.slots[:40]
     for number in range(LAYERS):

@@ -18,7 +18,7 @@ from sglang.srt.model_executor.forward_context import has_forward_context
 from sglang.srt.models.opt import OPTForCausalLM, OPTLearnedPositionalEmbedding
 from torch import Tensor
 
-from impress_sglang.blend.job import TokenKind, share_of_layer
+from impress_sglang.blend.job import TokenKind, ratio_of_layer
 from impress_sglang.blend.plugin.steps import BlendSteps, attention_at, check_blended
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.plugin.rectangular import rectangular_attention
@@ -34,9 +34,9 @@ SHAPE = make_shape(layers=LAYERS, probe=())
 class Job:
     """What was read of a blended prefix is in its slots."""
 
-    def __init__(self, tokens: Tensor, row: Tensor, kinds: np.ndarray, share: float, start: int):
+    def __init__(self, tokens: Tensor, row: Tensor, kinds: np.ndarray, ratio: float, start: int):
         self.tokens, self.row, self.kinds = tokens.numpy().astype(np.int32), row, kinds
-        self.share, self.start, self.position = share, start, start
+        self.recompute_ratio, self.start, self.position = ratio, start, start
         self.token_layers, self.spent = 0, 0.0
 
 
@@ -44,7 +44,7 @@ def blend(
     tokens: Tensor,
     stored: KVs,
     kinds: Sequence[int],
-    share: float,
+    ratio: float,
     *,
     size: int = 1000,
     resident: int = 0,
@@ -61,9 +61,9 @@ def blend(
     for layer, computed in enumerate(model.kvs(tokens)):
         for kvs, others, mine in zip(pools(layer), computed, stored[layer], strict=True):
             kvs[row[:resident]], kvs[row[there]] = others[:resident], mine[there]
-    job: Any = Job(tokens, row, kind_array, share, resident)
+    job: Any = Job(tokens, row, kind_array, ratio, resident)
     steps = BlendSteps(model, pool, pools, LAYERS, None, size, lambda _: None)
-    steps.block_tokens = size
+    steps.step_tokens = size
     while not steps.step(job):
         assert not has_forward_context(), "a pass of SGLang's would take it for its own"
     blended = [(keys[row], values[row]) for keys, values in map(pools, range(LAYERS))]
@@ -83,14 +83,14 @@ def error(found: KVs, expected: KVs) -> float:
 
 @pytest.mark.parametrize("size", [7, 40, 1000])
 @pytest.mark.parametrize("resident", [0, 13])
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_all_computed_is_the_model_itself(size: int, resident: int, share: float) -> None:
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_all_computed_is_the_model_itself(size: int, resident: int, ratio: float) -> None:
     """In both ways to say so, in blocks of any size, behind tokens that are resident."""
     tokens = tokens_of(1, 90)
     expected = Model(SHAPE).kvs(tokens)
-    kinds = np.full(90 - resident, TokenKind.REUSED if share else TokenKind.COMPUTED)
+    kinds = np.full(90 - resident, TokenKind.REUSED if ratio else TokenKind.COMPUTED)
     found, model, job = blend(
-        tokens, stored_behind_others(tokens, 30), kinds, share, size=size, resident=resident
+        tokens, stored_behind_others(tokens, 30), kinds, ratio, size=size, resident=resident
     )
     assert error(found, expected) < 1e-5
     assert job.token_layers == LAYERS * len(kinds) and job.spent > 0
@@ -119,7 +119,7 @@ def test_reuse_as_is_runs_no_model() -> None:
 def test_blocks_take_no_longer_than_a_chunk() -> None:
     nothing: Any = None
     steps = [BlendSteps(*5 * [nothing], limit, nothing) for limit in (2048, 16)]
-    assert [step.block_tokens for step in steps] == [512, 16]
+    assert [step.step_tokens for step in steps] == [512, 16]
     for tokens, seconds, limit, expected in (
         (512, 0.1, None, 1024),
         (1024, 0.1, 0.5, 2048),
@@ -129,8 +129,8 @@ def test_blocks_take_no_longer_than_a_chunk() -> None:
         (10, 0.1, 0.5, 1024),  # so few tokens say nothing
         *((tokens, 1.0, 0.1, max(tokens // 10, 32)) for tokens in (1024, 102, 32)),
     ):
-        steps[0].note_block(tokens, seconds, limit)
-        assert steps[0].block_tokens == expected
+        steps[0].observe_step(tokens, seconds, limit)
+        assert steps[0].step_tokens == expected
 
 
 @pytest.mark.parametrize("size", [1, 40, 256, 1000])
@@ -149,7 +149,7 @@ def test_tokens_here_and_there_see_all_before_them(size: int, heads: int, key_he
     assert torch.allclose(found, expected, rtol=1e-5, atol=2e-6)
 
 
-def by_hand(tokens: Tensor, stored: KVs, kinds: np.ndarray, share: float) -> KVs:
+def by_hand(tokens: Tensor, stored: KVs, kinds: np.ndarray, ratio: float) -> KVs:
     """CacheBlend's filtering over one block, without dropping a row."""
     model, found = Model(SHAPE), []
     hidden, positions = model.embedding[tokens], torch.arange(len(tokens))
@@ -164,7 +164,7 @@ def by_hand(tokens: Tensor, stored: KVs, kinds: np.ndarray, share: float) -> KVs
         if layer >= 1:
             squares = (keys - stored[layer][0]).square() + (values - stored[layer][1]).square()
             deviation = squares.sum((1, 2)).masked_fill(~(reused & computed), -1.0)
-            count = round(share_of_layer(share, layer + 1, LAYERS) * int(reused.sum()))
+            count = round(ratio_of_layer(ratio, layer + 1, LAYERS) * int(reused.sum()))
             computed = computed & ~reused
             computed[deviation.topk(count).indices] = True
         output = rectangular_attention(q, keys, values, scaling=SCALING, causal=True)
@@ -172,8 +172,8 @@ def by_hand(tokens: Tensor, stored: KVs, kinds: np.ndarray, share: float) -> KVs
     return found
 
 
-@pytest.mark.parametrize("share", [0.05, 0.2, 0.8])
-def test_rows_are_dropped_with_all_that_belongs_to_them(share: float) -> None:
+@pytest.mark.parametrize("ratio", [0.05, 0.2, 0.8])
+def test_rows_are_dropped_with_all_that_belongs_to_them(ratio: float) -> None:
     tokens = tokens_of(1, 300)
     kinds = np.full(300, TokenKind.REUSED)
     kinds[:30], kinds[100:120], kinds[290:] = TokenKind.KEPT, TokenKind.COMPUTED, TokenKind.COMPUTED
@@ -182,11 +182,11 @@ def test_rows_are_dropped_with_all_that_belongs_to_them(share: float) -> None:
         (torch.cat([a[:30], k[30:]]), torch.cat([b[:30], v[30:]]))
         for (a, b), (k, v) in zip(expected, stored, strict=True)
     ]
-    found, model, _ = blend(tokens, stored, kinds, share)
-    assert error(found, by_hand(tokens, stored, kinds, share)) < 1e-4
+    found, model, _ = blend(tokens, stored, kinds, ratio)
+    assert error(found, by_hand(tokens, stored, kinds, ratio)) < 1e-4
     counts = [count for _, count in model.computed]
     assert counts[:2] == [270, 270] and counts[2:] == sorted(counts[2:], reverse=True)
-    assert np.mean(counts[2:]) == pytest.approx(30 + share * 240, rel=0.02)
+    assert np.mean(counts[2:]) == pytest.approx(30 + ratio * 240, rel=0.02)
 
 
 class LlamaForCausalLM(torch.nn.ModuleList):

@@ -192,7 +192,7 @@ def test_pages_are_set_aside_while_weights_change(
 ) -> None:
     backend = make(host_pool("layer_first"))
     backend.batch_set_v1(HASHES[:2], slots(0, 1))
-    weights.aside = "update_weights"
+    weights.suspended_by = "update_weights"
     assert backend.batch_exists(HASHES) == 0
     assert backend.batch_exists_v2(HASHES).kv_hit_pages == 0
     assert backend.batch_get_v1(HASHES[:2], slots(0, 1)) == [False] * 2

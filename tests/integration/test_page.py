@@ -18,7 +18,7 @@ import pytest
 
 from impress_sglang.plugin import admin
 from impress_sglang.plugin.routes import document, with_text
-from impress_sglang.serving.report import MOST_WORDS
+from impress_sglang.serving.report import MAX_WORDS
 from tests.browser import needs_browser, shown
 from tests.integration.worlds import STORED, World
 
@@ -65,7 +65,7 @@ class Tokenizer:
 @pytest.mark.parametrize("options", [SHOWN])
 def test_prompts_are_shown_to_who_wants_that(world: World) -> None:
     found = shown_of(world)
-    assert found["requests"][0]["words"] == STORED[:MOST_WORDS]
+    assert found["requests"][0]["words"] == STORED[:MAX_WORDS]
     (row,) = with_text({"segments": found["segments"][:1]}, Tokenizer())["segments"]
     assert row["text"].startswith("<b>1000</b>x") and len(row["text"]) == 120
     assert with_text({"requests": found["requests"]}, None)["requests"][0]["text"] is None

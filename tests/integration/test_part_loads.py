@@ -89,7 +89,7 @@ def test_a_part_of_a_prefix_has_slots_of_its_own(world: PaperWorld) -> None:
         assert told["shared_tokens"] == 0 and told["bits"] == 16.0
         assert not told["probe_ms"] + told["load_ms"] + told["attention_ms"]
         world.load(request)
-        assert not request.loading, "given back after the last layer"
+        assert not request.is_loading, "given back after the last layer"
         assert told["probe_ms"] and told["load_ms"] and told["bits_mean"] == 16.0
         assert told["layers_by_probe"] + told["layers_by_fallback"] == world.shape.num_layers
         told["attention_ms"] = 1.0

@@ -42,7 +42,7 @@ class RankWorlds:
         self.reduction = Reduction(SIZE)
         ranks = [Ranks(rank, SIZE, self.reduction.begin) for rank in range(SIZE)]
         for rank in ranks:
-            rank.copies = copies
+            rank.head_replicas = copies
         self.worlds = [
             TreeWorld(root / f"rank{rank.rank // copies}", ranks=rank, **options) for rank in ranks
         ]
@@ -188,7 +188,7 @@ def test_what_one_writes_for_both_is_lost_for_both(tmp_path: Path) -> None:
     assert len(files_of(ranks.worlds[0])) == 1
     before = loaded()
     damage = SegmentUnreadable(next(writer.tree.segments()).segment_id, "damaged")
-    with mock.patch.object(reader.segments, "open", side_effect=damage):
+    with mock.patch.object(reader.readers, "open", side_effect=damage):
         assert loaded() == before
     wait_until(lambda: loaded() > before)
     ranks.close()
@@ -202,11 +202,11 @@ def test_without_weights_that_all_can_read_nobody_has_an_identity() -> None:
     def fails() -> str:
         raise OSError("gone")
 
-    ranks = Ranks(1, 2, gather=lambda text: ["a", text])
+    ranks = Ranks(1, 2, all_gather=lambda text: ["a", text])
     assert identity_of_rank(ranks, lambda: "b") == rank_identity(["a", "b"], 1)
     with pytest.raises(OSError, match="gone"):
         identity_of_rank(ranks, fails)
-    ranks = Ranks(1, 2, gather=lambda text: ["", text])
+    ranks = Ranks(1, 2, all_gather=lambda text: ["", text])
     with pytest.raises(UnsupportedError):
         identity_of_rank(ranks, lambda: "b")
 
@@ -243,7 +243,7 @@ def test_ranks_of_dp_attention_know_the_whole_model_by_its_start(
     # Of four with the same heads two run batches together: the first of them writes for both.
     texts_by_rank[:], context.tp_size = ["a"] * 4, 4
     for rank in range(2):
-        ranks = Ranks(rank, 2, gather=lambda text: [text, text])
-        ranks.copies = 2
+        ranks = Ranks(rank, 2, all_gather=lambda text: [text, text])
+        ranks.head_replicas = 2
         assert ranks.writes == (rank == 0)
         assert identity_reader(context, ranks, lambda: "a")() == rank_identity(["a"] * 4, 0)

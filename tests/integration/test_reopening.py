@@ -17,7 +17,7 @@ from impress_sglang.storage.directory import StoreDirectory
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import SegmentLayout
 from impress_sglang.store.memory import StoreMemory
-from impress_sglang.transfer.wanted import chunk_pages
+from impress_sglang.transfer.wanted import pages_per_chunk
 from tests.faults import Faults, FaultyFileSystem, Rule
 from tests.integration.worlds import NEW, OLD, OTHER, SHAPE, STORED, TOKENS, World
 from tests.unit.waiting import wait_until
@@ -140,7 +140,7 @@ def test_the_next_store_has_the_memory_of_the_last(
 
     before = world.service.store.cache
     pages, pool = before.pages, world.service._memory.buffers
-    ids = before.placement.attach(chunk_pages(SegmentLayout(SHAPE, 8, 16, 4096), codes=False))
+    ids = before.placement.attach(pages_per_chunk(SegmentLayout(SHAPE, 8, 16, 4096), codes=False))
     before.placement.access(np.array([ids]), np.ones(1))
     monkeypatch.setattr(StoreMemory, "allocate", refuse)
     assert world.call("update_weights_from_disk").success and world.used()

@@ -47,7 +47,7 @@ class Learning:
 
     def count(self, report: Any) -> None: ...
 
-    def note_request(self, *told: Any) -> None:
+    def observe_request(self, *told: Any) -> None:
         self.requests.append(told)
 
     def observe(self, work: RequestLengths, seconds: float, *, whole: bool) -> None:
@@ -85,7 +85,7 @@ def test_times_of_a_request_add_up_where_its_prefix_is_loaded_while_it_waits(
     service = Learning()
     requests: Any = SimpleNamespace(service=service)
     RequestTracker.count(requests, ended("impress", {"load_ms": load_ms}, queued, gated))
-    (row,) = service.recent.after(0)
+    (row,) = service.recent.since_number(0)
     assert (row["waited_ms"], row["loading_ms"], row["computing_ms"]) == split
     assert service.requests == [(0, 20, pytest.approx(0.1 - gated))]
 

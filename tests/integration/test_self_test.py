@@ -86,7 +86,7 @@ def run(
     if drafts or index_keys(pool):
         runners += [SimpleNamespace(token_to_kv_pool=draft, model=Layers()) for draft in drafts]
         shape = layers.add(shape, drafts)
-    assert layers.beyond == len(drafts)
+    assert layers.draft_offset == len(drafts)
     return check_kvs(runners, layers, policy, shape, plain_codec(shape))
 
 

@@ -84,7 +84,7 @@ def test_a_block_is_computed_between_two_passes(
     world.service.estimator.computing.observe(100, 5050.0, 0.01)
     req = world.request("r", PROMPT, **ASKED)
     job = read(world, req, monkeypatch)
-    assert len(job) >= 880 and job.parts[1] == len(job) - 16
+    assert len(job) >= 880 and job.tokens_by_origin[1] == len(job) - 16
     steps, positions = 0, [job.position]
     while world.waits(req):
         other = world.request(f"other-{steps}", document(50 + steps)[:40], blend="off")
@@ -100,10 +100,13 @@ def test_a_block_is_computed_between_two_passes(
     length = world.admit(req)
     assert length == job.stop == job.start + len(job)
     told = told_of(req)
-    assert told["why"]["reason"] == "blended" and told["blended_tokens"] == job.parts[1]
+    assert told["why"]["reason"] == "blended" and told["blended_tokens"] == job.tokens_by_origin[1]
     assert told["path"] == "ssd" and told["approximate"] and told["bits"] == 6.0
     tokens = {source: count for source, count in told["tokens"].items() if count}
-    assert tokens == {"blended": job.parts[1], "computed": len(PROMPT) - job.parts[1]}
+    assert tokens == {
+        "blended": job.tokens_by_origin[1],
+        "computed": len(PROMPT) - job.tokens_by_origin[1],
+    }
     world.compute(req)
     world.end(req)
     assert world.service.estimator.blending.observations == 1
@@ -183,7 +186,7 @@ def test_who_goes_away_leaves_nothing(
             assert world.jobs.computing and job.position > job.start
     world.abort(req)
     if phase != "waiting":
-        assert job.revoked and job.slots is None
+        assert job.revoked and job.owned_slots is None
         while world.jobs.jobs:
             assert not world.cache.has_pending_cache_operations(), "its slots are free"
             world.poll()

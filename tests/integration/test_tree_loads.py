@@ -77,7 +77,7 @@ class Drafting(TreeWorld):
     """The last layer is a draft's: the KVs of a slot are made of the next token."""
 
     def shape_with(self, layers: PoolLayers) -> KVShape:
-        layers.beyond = 1
+        layers.draft_offset = 1
         return super().shape_with(layers)
 
     def compute(self, req: Any) -> None:
@@ -197,7 +197,7 @@ def nearly_done(world: TreeWorld, monkeypatch: pytest.MonkeyPatch) -> Any:
     req = world.request("own", ASKED)
     world.poll()
     (job,) = began
-    job.began_at, job.layers = time.monotonic() - 0.3, 3
+    job.started_at, job.layers_loaded = time.monotonic() - 0.3, 3
     return req, job
 
 
@@ -212,7 +212,7 @@ def test_a_pass_begins_early_only_beside_nobody(
     with monkeypatch.context() as patched:
         req, job = nearly_done(world, patched)
         world.scheduler.running_batch.reqs.append(object())
-        assert world.waits(req) and not job.early
+        assert world.waits(req) and not job.inserted_early
         world.scheduler.running_batch.reqs.clear()
         world.scheduler.disaggregation_mode = DisaggregationMode.PREFILL
         assert world.waits(req), "it would send slots that are not filled"
@@ -225,11 +225,11 @@ def test_a_pass_begins_early_only_beside_nobody(
         world.abort(other)
         sharing = world.request("sharing", ASKED)
         assert world.waits(sharing)
-        job.layers = 1
-        job.began_at = time.monotonic() - 1.0
+        job.layers_loaded = 1
+        job.started_at = time.monotonic() - 1.0
         assert world.waits(req), "what is left takes 3 s"
-        job.layers = 3
-        assert not world.waits(req) and job.early and world.waits(sharing)
+        job.layers_loaded = 3
+        assert not world.waits(req) and job.inserted_early and world.waits(sharing)
         for waiting in (req, sharing):
             world.abort(waiting)
         end_job(world, job)
@@ -259,7 +259,7 @@ def test_nothing_is_loaded_any_more_when_the_store_is_set_aside(
     monkeypatch.setattr(early_admission, "release_kv_cache", release)
     with monkeypatch.context() as patched:
         req, job = nearly_done(world, patched)
-        assert not world.waits(req) and job.early
+        assert not world.waits(req) and job.inserted_early
         world.admit(req)
         end_job(world, job)
         assert world.cache.has_pending_cache_operations()

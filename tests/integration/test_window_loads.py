@@ -162,7 +162,7 @@ def test_rows_that_were_evicted_come_back(world: WindowWorld, page: int) -> None
 def test_only_what_has_its_rows_is_restored(world: WindowWorld, page: int) -> None:
     """As if the prompt had been computed in chunks."""
     prompt = draw(9, 768)
-    at_384 = mock.patch.object(world.cache.planner, "usable", lambda _: 384)
+    at_384 = mock.patch.object(world.cache.planner, "usable_tokens", lambda _: 384)
     req = world.request("chunks", prompt)
     world.begin(req)
     row = world.rows.req_to_token[req.kv.req_pool_idx, :512].long()
@@ -187,7 +187,7 @@ def test_room_that_jobs_and_writes_have(world: WindowWorld, page: int) -> None:
     world.flush()
     req = world.request("waits", [*draw(11, 512), 1])
     world.poll()
-    assert [len(job.rows) for job in world.jobs.loading] == [-(-WINDOW // page) * page]
+    assert [len(job.aux_slots) for job in world.jobs.loading] == [-(-WINDOW // page) * page]
     world.check_slots()
     world.cache.evict_for_alloc(EvictParams(swa_num_tokens=ROWS))
     assert world.allocator.swa_available_size() == ROWS and not list(world.jobs.loading)

@@ -105,7 +105,7 @@ class TreeWorld:
         self.allocator: Any
         self.make_pool(size, page_size)
         layers = PoolLayers(self.pool)
-        layers.beyond = int(eagle)
+        layers.draft_offset = int(eagle)
         params = CacheInitParams(
             disable=False,
             req_to_token_pool=self.rows,

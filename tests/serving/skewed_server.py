@@ -93,7 +93,7 @@ def _tell(tree: ImpressTreeCache, asked: Any) -> list[Any]:
     found = [_match(store, space, as_tokens(prompt)).num_tokens for prompt in asked.value]
     tree_digest = hashlib.sha256(state.encode()).hexdigest()
     told = {"tree": tree_digest, "stored": found, "cost": dict(_cost)}
-    return [json.loads(text) for text in tree.ranks.gather(json.dumps(told))]
+    return [json.loads(text) for text in tree.ranks.all_gather(json.dumps(told))]
 
 
 def _add_routes(*_: Any, **__: Any) -> None:

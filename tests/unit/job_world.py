@@ -135,7 +135,7 @@ class StepLoader:
         self.wake = self
 
     def begin(self, job: LoadJob) -> None:
-        assert job.state is JobState.LOADING and job.slots is not None and not job.revoked
+        assert job.state is JobState.LOADING and job.owned_slots is not None and not job.revoked
         self.begun.append(job)
 
     def wait(self, seconds: float) -> None:
@@ -157,19 +157,19 @@ class StepLoader:
             self._end(job, JobState.FAILED, error)
         else:
             self.write(job)
-            if job.layers == LAYERS:
+            if job.layers_loaded == LAYERS:
                 self._end(job, JobState.LOADED)
 
     def write(self, job: LoadJob) -> None:
-        assert job.target is not None
+        assert job.target_slots is not None
         try:
             with job.writing():
-                for stop, slot in zip(self._read(job), job.target.tolist(), strict=True):
-                    self.tree.contents[slot][job.layers] = tuple(job.tokens[:stop].tolist())
+                for stop, slot in zip(self._read(job), job.target_slots.tolist(), strict=True):
+                    self.tree.contents[slot][job.layers_loaded] = tuple(job.tokens[:stop].tolist())
         except JobRevoked:
             self._end(job, JobState.DROPPED)
         else:
-            job.note_layer()
+            job.count_layer()
 
     def _read(self, job: LoadJob) -> range:
         return range(job.start + 1, job.stop + 1)
@@ -203,7 +203,7 @@ class Request(Waiter):
     stops: int = 0
     state: State = State.QUEUED
     output: Path = ()
-    lock: Hold | None = None
+    run_lock: Hold | None = None
     slots: list[int] = dataclasses.field(default_factory=list)
     planned: bool = False
     loaded_stop: int = 0
@@ -218,7 +218,7 @@ class Request(Waiter):
 
     @property
     def computed(self) -> int:
-        return (0 if self.lock is None else len(self.lock.path)) + len(self.slots)
+        return (0 if self.run_lock is None else len(self.run_lock.path)) + len(self.slots)
 
     @property
     def admitted(self) -> bool:
@@ -241,11 +241,11 @@ class Pool:
 
     def need(self, request: Request, counted: set[object]) -> int:
         job, total = request.job, len(request.tokens) + request.left + 1
-        if job is not None and (job.slots is not None or job in counted):
-            return total - request.common
+        if job is not None and (job.owned_slots is not None or job in counted):
+            return total - request.common_tokens
         if job is not None:
             counted.add(job)
-            total += job.stop - request.common
+            total += job.stop - request.common_tokens
         path = self.tree.match(request.tokens[:-1])
         if path in counted:
             return total - len(path)
@@ -266,29 +266,29 @@ class Pool:
         if slots is None:
             self.tree.unlock(hold)
             return False
-        job.start, job.hold = len(path), hold
-        job.slots = job.target = torch.tensor(slots, dtype=torch.int64)
+        job.start, job.lock = len(path), hold
+        job.owned_slots = job.target_slots = torch.tensor(slots, dtype=torch.int64)
         return True
 
     def free(self, job: LoadJob) -> None:
-        slots, job.slots = job.slots, None
+        slots, job.owned_slots = job.owned_slots, None
         assert slots is not None
         assert job.revoked or job.state is not JobState.LOADED
         self.tree.give(slots.tolist())
-        self.tree.unlock(job.hold)
+        self.tree.unlock(job.lock)
 
     def insert(self, job: LoadJob) -> None:
-        assert job.slots is not None and not job.revoked
+        assert job.owned_slots is not None and not job.revoked
         path = tuple(job.tokens.tolist())
-        self.tree.insert(path, job.start, job.slots.tolist())
-        job.slots = None
+        self.tree.insert(path, job.start, job.owned_slots.tolist())
+        job.owned_slots = None
         hold = self.tree.lock(path)
-        self.tree.unlock(job.hold)
-        job.hold = hold
+        self.tree.unlock(job.lock)
+        job.lock = hold
 
     def discard(self, job: LoadJob) -> None:
-        assert job.early
-        self.tree.unlock(job.hold)
+        assert job.inserted_early
+        self.tree.unlock(job.lock)
         top = tuple(job.tokens[: job.start + 1].tolist())
         for path in sorted(self.tree.nodes, key=len, reverse=True):
             if path[: len(top)] == top:
@@ -318,12 +318,14 @@ def check_queue(jobs: JobQueue[Request]) -> None:
     for job in jobs.jobs:
         assert all(w.job is job and jobs.waiters[w.rid] is w for w in job.waiters)
         if job.state is JobState.WAITING:
-            assert job.slots is None and job.hold is None, "who waits holds nothing"
+            assert job.owned_slots is None and job.lock is None, "who waits holds nothing"
             assert job.waiters, "nobody waits for it"
             assert job not in loader.begun
         else:
             # Its end was not taken in, or it is being loaded.
             assert job.done.is_set() or job in loader.begun
-            assert job.slots is None or not job.revoked
-            assert job.waiters or job.early or job.slots is None, "nobody waits for it"
+            assert job.owned_slots is None or not job.revoked
+            assert job.waiters or job.inserted_early or job.owned_slots is None, (
+                "nobody waits for it"
+            )
     assert len(set(map(id, jobs.jobs))) == len(jobs.jobs)

@@ -116,7 +116,7 @@ def write_kvs(
         FileSystem(),
         direct=direct,
         mapping=mapping,
-        coding=None if codec is None else codec.rule(info.prefix_len, QueryMeter().energy),
+        coding=None if codec is None else codec.layer_encoder(info.prefix_len, QueryMeter().energy),
     )
     return path
 

@@ -63,7 +63,7 @@ class Desk:
 
     def start(self, job: LoadJob) -> LoadJob:
         """Give it slots, and begin it."""
-        job.slots = job.target = self.free[: len(job)]
+        job.owned_slots = job.target_slots = self.free[: len(job)]
         self.free = self.free[len(job) :]
         job.state = JobState.LOADING
         self.loader.begin(job)
@@ -84,7 +84,7 @@ class Desk:
 
     def wait(self, *jobs: LoadJob) -> None:
         """Until all have ended."""
-        assert all(job.done.wait(60) and job.began_at >= job.planned_at for job in jobs)
+        assert all(job.done.wait(60) and job.started_at >= job.planned_at for job in jobs)
 
     def check_or_gone(self, job: LoadJob) -> bool:
         """Whether a job was loaded; if not, its segments were evicted before it began."""
@@ -98,8 +98,8 @@ class Desk:
 
     def check(self, job: LoadJob) -> None:
         """Its slots hold exact KVs, or what these are in six bits, by definition."""
-        assert job.state is JobState.LOADED and job.layers == self.shape.num_layers
-        assert job.target is not None
+        assert job.state is JobState.LOADED and job.layers_loaded == self.shape.num_layers
+        assert job.target_slots is not None
         tokens, exact = tuple(job.tokens.tolist()), job.bits == EXACT_BITS
         for layer in range(self.shape.num_layers):
             parts, start = [], 0
@@ -111,7 +111,9 @@ class Desk:
                 start += len(span)
             for pool, rows in zip(self.pools(layer), zip(*parts, strict=True), strict=True):
                 expected = torch.cat(rows)[job.start :]
-                assert torch.allclose(pool[job.target], expected, rtol=0, atol=1e-4 * (not exact))
+                assert torch.allclose(
+                    pool[job.target_slots], expected, rtol=0, atol=1e-4 * (not exact)
+                )
 
     def close(self) -> None:
         self.faults.clear()

@@ -64,7 +64,7 @@ class PrefixModel:
         A hole is only a step for who could fill it: with KVs of its quality.
         """
         path: Path = ()
-        taken = [quality for quality in QUALITIES if quality.suffices(worst)]
+        taken = [quality for quality in QUALITIES if quality.is_at_least(worst)]
         for token in tokens:
             steps = [(token, quality) for quality in taken]
             known = [s for s in steps if (namespace, (*path, s)) in self.places]
@@ -91,7 +91,7 @@ class PrefixModel:
         if it must be refused, because there is none, or all have other KVs of its quality."""
         paths: list[Path] = [()]
         for token in prefix:
-            steps = [(token, better) for better in QUALITIES if better.suffices(quality)]
+            steps = [(token, better) for better in QUALITIES if better.is_at_least(quality)]
             paths = [(*p, s) for p in paths for s in steps if (namespace, (*p, s)) in self.places]
             paths = [p for p in paths if p[-1][1] == quality or (namespace, p) in self.owner]
         tail = tuple((token, quality) for token in tokens)

@@ -81,11 +81,16 @@ def digest(model: SGLangModel) -> Any:
             for r in model.requests.values()
         ],
         [
-            (r.rid, r.hold and r.hold.path, r.tries, -1 if r.job is None else jobs.index(r.job))
+            (
+                r.rid,
+                r.lock and r.lock.path,
+                r.num_failures,
+                -1 if r.job is None else jobs.index(r.job),
+            )
             for r in model.jobs.waiters.values()
         ],
-        [(j.tokens.tolist(), j.start, j.revoked, j.slots is not None) for j in jobs],
-        [job.slots.tolist() for job in model.jobs.loading if job.slots is not None],
+        [(j.tokens.tolist(), j.start, j.revoked, j.owned_slots is not None) for j in jobs],
+        [job.owned_slots.tolist() for job in model.jobs.loading if job.owned_slots is not None],
         list(model.planned),
         [save.path for save in model.saves],
     )
@@ -100,7 +105,7 @@ class Lockstep:
         ratio, begin = self.rng.choice([1.0, 0.3]), self.reduction.begin
         chances = [random.Random(1000 * seed + rank) for rank in range(size)]
         self.models = [
-            SGLangModel(ratio, chance, Ranks(rank, size, begin, batches=batches))
+            SGLangModel(ratio, chance, Ranks(rank, size, begin, batches_in_flight=batches))
             for rank, chance in enumerate(chances)
         ]
 

@@ -128,9 +128,9 @@ class SGLangModel:
         """Give back what it has, without inserting it."""
         self.tree.give(request.slots)
         request.slots = []
-        if request.lock is not None:
-            self.tree.unlock(request.lock)
-            request.lock = None
+        if request.run_lock is not None:
+            self.tree.unlock(request.run_lock)
+            request.run_lock = None
         self.planned.pop(request.rid, None)
         self.jobs.leave(request)
 
@@ -222,7 +222,7 @@ class SGLangModel:
             batch.append((request, count))
             offset += count + 1 + (request.left if count == extend else 0)
             chunk_left -= count
-            request.lock = lock
+            request.run_lock = lock
             self.queue.remove(request)
             if count < extend:
                 request.state, self.chunked = State.CHUNKED, request
@@ -285,25 +285,25 @@ class SGLangModel:
 
     def _attend(self, request: Request) -> None:
         """Its pass: everything before its new tokens must be what it should be."""
-        assert request.lock is not None
-        start = len(request.lock.path)
-        assert self.tree.written(request.lock.path), "it attends to what is not there"
+        assert request.run_lock is not None
+        start = len(request.run_lock.path)
+        assert self.tree.written(request.run_lock.path), "it attends to what is not there"
         for stop, slot in enumerate(request.slots, start + 1):
             self.tree.contents[slot] = [request.tokens[:stop]] * LAYERS
 
     def _checkpoint(self, request: Request, stop: int) -> None:
-        assert request.lock is not None
+        assert request.run_lock is not None
         path = request.tokens[:stop]
-        self.tree.insert(path, len(request.lock.path), request.slots)
+        self.tree.insert(path, len(request.run_lock.path), request.slots)
         request.slots = []
         lock = self.tree.lock(path)
-        self.tree.unlock(request.lock)
-        request.lock = lock
+        self.tree.unlock(request.run_lock)
+        request.run_lock = lock
 
     def _generate(self, request: Request) -> None:
         if not request.output:
-            assert request.lock is not None
-            path = request.lock.path
+            assert request.run_lock is not None
+            path = request.run_lock.path
             steps = 0 if path in self.stored else self.rng.randrange(1, 9)
             self.saves.append(Save(path, self.tree.lock(path), steps))
         request.output += (10_000 + 100 * int(request.rid[1:]) + len(request.output),)
@@ -329,17 +329,17 @@ class SGLangModel:
         slow = {job for job in self.jobs.loading if self.rng.random() < 0.02}
         over = list(itertools.takewhile(lambda save: save.steps <= 0, self.saves))
         wishes = {plan: plan.wish for plan in self.planned.values()}
-        agreed = self.agreement.agree(wishes, self.jobs.begun, slow, over)
-        for save in agreed.saves:
+        agreed = self.agreement.agree(wishes, self.jobs.started, slow, over)
+        for save in agreed.ended_saves:
             if save in self.saves:
                 self.tree.unlock(save.hold)
                 self.saves.remove(save)
         for job in agreed.slow:
-            if job.slots is not None:
+            if job.owned_slots is not None:
                 for request in job.waiters:
                     request.tries = MOST_TRIES
                 self.jobs.give_up(job)
-        for plan, wish in agreed.wishes.items():
+        for plan, wish in agreed.proposals.items():
             if self.planned.get(plan.request.rid) is plan:
                 del self.planned[plan.request.rid]
                 self._begin(plan.request, wish)
@@ -348,13 +348,13 @@ class SGLangModel:
     def _may_start(self, request: Request) -> bool:
         if request.job is None and (not request.planned or self._has_lost(request)):
             self.plan(request)
-        return not self.jobs.waits(request) and request.rid not in self.planned
+        return not self.jobs.must_wait(request) and request.rid not in self.planned
 
     def plan(self, request: Request) -> None:
         request.planned = True
         tokens = request.tokens[:-1]
         resident = len(self.tree.match(tokens))
-        if request.tries >= MOST_TRIES or len(tokens) - resident < LEAST:
+        if request.num_failures >= MOST_TRIES or len(tokens) - resident < LEAST:
             return
         stop = max((_common(tokens, path) for path in self.stored), default=0)
         loads, patience = self.rng.random() < 0.9, self.rng.choice([None, 0.0, 3.0])
@@ -366,12 +366,12 @@ class SGLangModel:
 
     def _begin(self, request: Request, wish: LoadProposal) -> None:
         resident = len(self.tree.match(request.tokens[:-1]))
-        if wish.loads and wish.stop - resident >= LEAST:
-            request.patience = wish.patience
+        if wish.worthwhile and wish.stop - resident >= LEAST:
+            request.compute_seconds = wish.compute_seconds
             self.jobs.join(request, new_job(request.tokens[: wish.stop], resident))
 
     def _has_lost(self, request: Request) -> bool:
-        if not request.loaded_stop or request.hold is not None:
+        if not request.loaded_stop or request.lock is not None:
             return False
         if len(self.tree.match(request.tokens[:-1])) >= request.loaded_stop:
             return False
@@ -387,9 +387,9 @@ class SGLangModel:
     def _after_job(self, request: Request, job: LoadJob) -> None:
         assert request.state is State.QUEUED
         if job.state is JobState.LOADED and not job.revoked:
-            assert self.tree.written(request.hold.path)
-            assert request.hold.path == request.tokens[: len(request.hold.path)], "it is its own"
-            assert len(request.hold.path) >= _common(
+            assert self.tree.written(request.lock.path)
+            assert request.lock.path == request.tokens[: len(request.lock.path)], "it is its own"
+            assert len(request.lock.path) >= _common(
                 request.tokens[:-1], tuple(job.tokens.tolist())
             )
             request.loaded_stop = job.stop
@@ -404,15 +404,17 @@ class SGLangModel:
         for request in self.requests.values():
             owned += request.slots
         for job in jobs.loading:
-            assert job.slots is not None
-            owned += job.slots.tolist()
+            assert job.owned_slots is not None
+            owned += job.owned_slots.tolist()
         assert sorted(owned) == list(range(NUM_SLOTS)), "every slot has one owner"
         assert all(path[:-1] in tree.nodes for path in tree.nodes if len(path) > 1)
 
-        holds = [request.lock for request in self.requests.values() if request.lock is not None]
+        holds = [
+            request.run_lock for request in self.requests.values() if request.run_lock is not None
+        ]
         holds += [save.hold for save in self.saves]
-        holds += [request.hold for request in jobs.waiters.values() if request.hold is not None]
-        holds += [job.hold for job in jobs.loading]
+        holds += [request.lock for request in jobs.waiters.values() if request.lock is not None]
+        holds += [job.lock for job in jobs.loading]
         assert sorted(map(id, holds)) == sorted(map(id, tree.holds)), "locks end with their owners"
         for request in jobs.waiters.values():
             assert request.state is State.QUEUED, "nobody else waits"
@@ -424,7 +426,7 @@ class SGLangModel:
         if self.chunked is None:
             return
         rest = len(self.chunked.tokens) - self.chunked.computed
-        paths = [r.lock.path for r in self.requests.values() if r.lock is not None]
+        paths = [r.run_lock.path for r in self.requests.values() if r.run_lock is not None]
         kept = {path[:stop] for path in paths for stop in range(1, len(path) + 1)}
         after = (
             len(self.tree.free)

@@ -30,7 +30,7 @@ from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.codecs import plain_codec
 from impress_sglang.transfer.filling import fill
 from impress_sglang.transfer.sources import OpenSpan, StoredSource, WholeSource
-from impress_sglang.transfer.wanted import chunk_pages, most_pages
+from impress_sglang.transfer.wanted import max_pages, pages_per_chunk
 from tests.unit import codes_factory
 from tests.unit import kv_factory as kv
 from tests.unit.kv_factory import BLOCK
@@ -127,7 +127,7 @@ class Case(abc.ABC):
         self.pool, widest = BufferPool(64 << 20), SegmentLayout(shape, cached_tokens, 1, BLOCK)
         self.cache = ChunkCache(
             BLOCK,
-            most_pages(widest),
+            max_pages(widest),
             rule or LeastRecentlyUsed(),
             device=torch.device("cpu"),
             device_bytes=device_pages * BLOCK,
@@ -156,7 +156,7 @@ class Case(abc.ABC):
         part = self.parts[number]
         segment = OpenSegment(self.paths[number], FileSystem(), direct=self._direct)
         segment.reader = self._reader
-        base = self.cache.placement.attach(chunk_pages(segment.layout, codes=self.codes))
+        base = self.cache.placement.attach(pages_per_chunk(segment.layout, codes=self.codes))
         return segment, range(part.num_tokens)[part.start : part.stop], base
 
     @abc.abstractmethod

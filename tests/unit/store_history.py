@@ -322,9 +322,9 @@ class StoreHistory(RuleBasedStateMachine):
         self.sources.append((source, namespace, path, start))
         beginning = data.draw(BEGINNINGS)
         if beginning == "join":
-            self.store.ahead.join(source)
+            self.store.ahead.add_running(source)
         elif beginning == "wait":
-            self.store.ahead.wait(source)
+            self.store.ahead.add_waiting(source)
             self.waiting.append(source)
 
     def read_layer(self, number: int, layer: int, chosen: set[int] | None) -> None:
@@ -359,7 +359,7 @@ class StoreHistory(RuleBasedStateMachine):
         if selected is not None:
             chance = torch.Generator().manual_seed(size)
             scores = torch.rand(shape.num_query_heads, size, generator=chance)
-            source.note_selection(layer, selected.numpy(), scores)
+            source.record_selection(layer, selected.numpy(), scores)
 
     def ready(self) -> list[str]:
         return [known.name for known in self.model.segments.values() if known.ready]

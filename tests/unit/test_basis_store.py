@@ -59,11 +59,11 @@ def load(desk: Desk, tokens: Sequence[int], kv_class: KVClass = FEW, start: int 
 
 def rows_of(desk: Desk, job: LoadJob) -> Iterator[tuple[Tensor, Tensor]]:
     """Keys and values of a job's tokens in each layer; nothing else was touched."""
-    assert job.state is JobState.LOADED and job.target is not None
+    assert job.state is JobState.LOADED and job.target_slots is not None
     assert desk.pools.empty(desk.free)
     for layer in range(SHAPE.num_layers):
         keys, values = desk.pools(layer)
-        yield keys[job.target], values[job.target]
+        yield keys[job.target_slots], values[job.target_slots]
 
 
 def offer(desk: Desk, tokens: Sequence[int], **options: Any) -> None:
@@ -120,8 +120,8 @@ def test_slots_get_what_the_basis_says(
 def test_caches_hold_exact_kvs_and_codes(make: Make, bits: float | str, kv_class: KVClass) -> None:
     desk = make(bits=bits, host_gb=2e-2)
     desk.put(SECOND)
-    assert load(desk, SECOND, kv_class).reads.ssd_bytes
-    assert not load(desk, SECOND, kv_class).reads.ssd_bytes
+    assert load(desk, SECOND, kv_class).read_stats.ssd_bytes
+    assert not load(desk, SECOND, kv_class).read_stats.ssd_bytes
 
 
 @pytest.mark.parametrize("place", ["first", "last"])
@@ -204,8 +204,11 @@ def test_a_basis_for_another_shape_is_refused() -> None:
 
 def test_kvs_that_are_stored_behind_their_positions_are_turned_from_these() -> None:
     """Where drafts stand beside, what is stored of a token are the KVs of the one before."""
-    tokens, beside = prompt(7, 200), BasisCodec(CODEC.basis, CODEC.rotation, beyond=1)
-    rules = CODEC.rule(0, QueryMeter().energy), beside.rule(0, QueryMeter().energy)
+    tokens, beside = prompt(7, 200), BasisCodec(CODEC.basis, CODEC.rotation, draft_offset=1)
+    rules = (
+        CODEC.layer_encoder(0, QueryMeter().energy),
+        beside.layer_encoder(0, QueryMeter().energy),
+    )
     states: list[Any] = [None, None]
     for layer, kvs in enumerate(exact(tokens)):
         twice = [torch.cat([part[:1], part]) for part in kvs]

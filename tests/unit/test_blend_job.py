@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.blend.job import BlendJob, TokenKind
-from impress_sglang.blend.planner import MEASURE_SECONDS, SHARES, BlendPlanner
+from impress_sglang.blend.planner import MEASURE_SECONDS, RECOMPUTE_RATIOS, BlendPlanner
 from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.cost import Estimator, RequestLengths
 from impress_sglang.errors import SegmentUnreadable
@@ -112,10 +112,10 @@ class Desk(load_desk.Desk):
 
     def run(self, job: BlendJob) -> tuple[list[Tensor], list[Tensor]]:
         """What is read into its slots: keys and values of each layer, EMPTY where nothing is."""
-        job.begin_at(job.start)
+        job.set_start(job.start)
         self.wait(self.start(job))
-        assert job.target is not None
-        rows = self.pools.rows(job.target)
+        assert job.target_slots is not None
+        rows = self.pools.rows(job.target_slots)
         return rows[: self.shape.num_layers], rows[self.shape.num_layers :]
 
 
@@ -134,7 +134,7 @@ def kinds_of(plan: BlendJob) -> str:
 
 def quality_of(plan: BlendJob) -> Quality:
     """Of what is blended, and of what is computed after it."""
-    return plan.match.quality.after(plan.estimate.bits, plan.share)
+    return plan.match.quality.after(plan.estimate.bits, plan.recompute_ratio)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_documents_in_another_order(
     """A prefix stays exact, and what is resident is not read."""
     plan = make((0, 1, 2)).planned(tokens, resident)
     assert kinds_of(plan) == kinds and [run.shift for run in plan.runs] == shifts
-    assert plan.stop - resident == len(plan.kinds) and plan.new == 1 + len(tokens) - plan.stop
+    assert plan.stop - resident == len(plan.kinds) and plan.num_new == 1 + len(tokens) - plan.stop
     assert quality_of(plan) != EXACT and bool(plan.match.spans) == ("k" in kinds)
     assert all(run.start >= resident for run in plan.runs) and plan.runs[-1].stop == plan.stop
 
@@ -171,7 +171,7 @@ def test_behind_what_was_blended_before_only_the_rest_is(make: Make) -> None:
     desk.put(texts(3, 2, 1), quality=Quality(2, 6.0, 0.5))
     some, most = LoadOptions(bits=6.0, blend=0.25), LoadOptions(bits=6.0, blend=0.75)
     plan = desk.planned(texts(3, 2, 1, 0), wanted=some)
-    assert kinds_of(plan) == 606 * "k" + 200 * "r" and plan.share == 0.25
+    assert kinds_of(plan) == 606 * "k" + 200 * "r" and plan.recompute_ratio == 0.25
     assert quality_of(plan) == Quality(3, 6.0, 0.25)
     assert desk.plan(texts(3, 2, 1), wanted=some) is None
     plan = desk.planned(texts(3, 2, 1, 0), wanted=most)
@@ -225,13 +225,17 @@ def test_auto_computes_what_hardly_takes_longer_beside_reading(make: Make) -> No
 
     def share(seconds: float) -> float:
         desk.reading_takes(seconds)
-        return desk.planned(texts(0, 2, 1), wanted=wanted).share
+        return desk.planned(texts(0, 2, 1), wanted=wanted).recompute_ratio
 
     # Without any pass nothing is known: as little as there is.
-    assert share(1.0) == SHARES[-1]
+    assert share(1.0) == RECOMPUTE_RATIOS[-1]
     desk.passes_take(1.0)
     shares = [share(seconds) for seconds in (0.0, 0.05, 0.1, 0.2, 0.3, 5.0)]
-    assert shares == sorted(shares) and shares[0] == SHARES[-1] and shares[-1] == SHARES[0]
+    assert (
+        shares == sorted(shares)
+        and shares[0] == RECOMPUTE_RATIOS[-1]
+        and shares[-1] == RECOMPUTE_RATIOS[0]
+    )
     assert len(set(shares)) > 3
 
 
@@ -272,10 +276,10 @@ def test_what_blends_take_is_learnt_and_tried_again(
 
     def learns(seconds: float, times: int = 30) -> None:
         for _ in range(times):
-            desk.estimator.note_blend(work, 201.0, seconds)
+            desk.estimator.observe_blend(work, 201.0, seconds)
 
     fast = desk.planned(texts(0, 2, 1), wanted=wanted)
-    work = RequestLengths(fast.start, len(fast), fast.new)
+    work = RequestLengths(fast.start, len(fast), fast.num_new)
     learns(1.0)
     assert plan() is not None, "to see how fast it is"
     assert plan() is None and desk.why[0] == Reason.BLEND_SLOWER
@@ -312,8 +316,8 @@ def test_what_comes_into_slots(make: Make, block: int, resident: int) -> None:
 
     keys, values = desk.run(job)
 
-    assert job.state is JobState.LOADED and job.unread(SHAPE.num_layers) == 0.0
-    assert job.reads.chunks_accessed > 0 and job.bits == 6.0
+    assert job.state is JobState.LOADED and job.unread_fraction(SHAPE.num_layers) == 0.0
+    assert job.read_stats.chunks_accessed > 0 and job.bits == 6.0
 
     for layer in range(SHAPE.num_layers):
         of_first, of_second = (
@@ -383,7 +387,7 @@ def test_a_segment_that_cannot_be_read_is_computed_and_the_rest_reused(
     again = desk.planned(TWO)
     assert {run.span.segment for run in again.runs} == {left}
     keys, _ = desk.run(again)
-    assert again.state is JobState.LOADED and 0 < again.parts[1] <= len(again.runs[0])
+    assert again.state is JobState.LOADED and 0 < again.tokens_by_origin[1] <= len(again.runs[0])
     (run,) = again.runs
     assert not (keys[0][run.start : run.stop] == EMPTY).any()
     look_again(desk.store)
@@ -409,7 +413,7 @@ def test_it_begins_where_its_prefix_ends(make: Make, start: int) -> None:
     plan = make((0, 1, 2)).planned(texts(0, 2, 1), 203)
     assert plan.start == 203
     kinds, stop = plan.kinds, plan.stop
-    plan.begin_at(start)
+    plan.set_start(start)
     assert len(plan.kinds) == len(plan) == stop - start
     # 200 tokens are stored as its prefix; the match was not used for three more.
     before = np.full(203, TokenKind.COMPUTED, np.uint8)

@@ -145,12 +145,12 @@ def test_no_more_memory_is_held_than_the_limit(limit: int, steps: list[tuple[int
     pool, held = BufferPool(limit), dict[int, PooledMemory]()
     for who, num_bytes in steps:
         if who in held:
-            pool.give(held.pop(who), [])
+            pool.put_back(held.pop(who), [])
             continue
         free, kept = limit - pool.size_of(num_bytes), list(held)
         while sum(len(held[other]) for other in kept) > free:
             kept.pop()
-        memory = pool.take(num_bytes, lambda who=who: pool.give(held.pop(who), []))
+        memory = pool.take(num_bytes, lambda who=who: pool.put_back(held.pop(who), []))
         assert memory is not None and list(held) == kept
         held[who] = memory
         assert pool.used_bytes == sum(map(len, held.values())) <= pool.held_bytes <= limit

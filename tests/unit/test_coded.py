@@ -90,7 +90,7 @@ def test_random_requests(seed: int, coded: Coded, monkeypatch: pytest.MonkeyPatc
     for _ in range(chance.randint(1, 4)):
         spans = spans_of(case, chance)
         sources.append(case.open(spans[: chance.randint(1, len(spans))]))
-        ahead.join(sources[-1])
+        ahead.add_running(sources[-1])
     codec = plain_codec(shape)
     for layer in range(shape.num_layers):
         for source in sources:
@@ -105,7 +105,7 @@ def test_random_requests(seed: int, coded: Coded, monkeypatch: pytest.MonkeyPatc
                 source.end_layer(layer)
     for source in sources:
         source.close()
-        ahead.leave(source)
+        ahead.remove(source)
     reads = [read for call in closed for read in call.args[0].reads]
     wait_until(lambda: all(read.done for read in reads))
     # All that was read is counted, and counted once.

@@ -261,7 +261,7 @@ def test_sights_are_those_of_exact_counts(times: int, asked: list[tuple[str, lis
         prefixes = [tuple(blocks[: stop + 1]) for stop in range(len(blocks))]
         counts.update((namespace, prefix) for prefix in prefixes)
         often = [prefix for prefix in prefixes if counts[namespace, prefix] >= times]
-        found = frequency.note(namespace, prompt(*blocks, rest=BLOCK_TOKENS - 1))
+        found = frequency.count_prefix(namespace, prompt(*blocks, rest=BLOCK_TOKENS - 1))
         assert found == BLOCK_TOKENS * len(often)
 
 
@@ -270,37 +270,37 @@ def test_what_is_seen_once_is_forgotten_and_what_is_seen_often_is_not() -> None:
     columns = 1 << 10
     frequency = PrefixFrequencySketch(2, new_memory(columns))
     once, often = prompt(1), prompt(2)
-    frequency.note("", once)
+    frequency.count_prefix("", once)
     for number in range(columns + 1):
-        frequency.note("", prompt(10 + number))
+        frequency.count_prefix("", prompt(10 + number))
         if number % 100 == 0:
-            frequency.note("", often)
-    assert [frequency.note("", tokens) for tokens in (often, once)] == [BLOCK_TOKENS, 0]
+            frequency.count_prefix("", often)
+    assert [frequency.count_prefix("", tokens) for tokens in (often, once)] == [BLOCK_TOKENS, 0]
 
 
 def test_what_was_noted_before_is_not_counted_again() -> None:
     """And what is no request of its own is not counted at all."""
     frequency = PrefixFrequencySketch(2, new_memory(COLUMNS))
-    frequency.note("", prompt(1, rest=9))
-    assert frequency.note("", prompt(1, 2), BLOCK_TOKENS + 9) == 0
-    assert frequency.note("", prompt(1, 2, 3), count=False) == 0
-    assert frequency.note("", prompt(1, 2, 3)) == 2 * BLOCK_TOKENS
+    frequency.count_prefix("", prompt(1, rest=9))
+    assert frequency.count_prefix("", prompt(1, 2), BLOCK_TOKENS + 9) == 0
+    assert frequency.count_prefix("", prompt(1, 2, 3), count=False) == 0
+    assert frequency.count_prefix("", prompt(1, 2, 3)) == 2 * BLOCK_TOKENS
 
 
 def test_replicas_count_together_and_each_of_their_ranks_for_itself() -> None:
     place = shared_memory(2, COLUMNS)
     first = PrefixFrequencySketch(2, memory_at(place, 1))
-    assert first.note("", prompt(1, 2)) == 0
+    assert first.count_prefix("", prompt(1, 2)) == 0
     code = f"""
 import numpy as np
 from impress_sglang.serving.prefix_frequency import PrefixFrequencySketch, memory_at
 sketches = [PrefixFrequencySketch(2, memory_at({place}, rank)) for rank in (0, 1)]
 tokens = np.repeat(np.array([1, 3], np.int32), {BLOCK_TOKENS})
-print(*(sketch.note("", tokens) for sketch in sketches))
+print(*(sketch.count_prefix("", tokens) for sketch in sketches))
 """
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.split() == ["0", str(BLOCK_TOKENS)]
-    assert first.note("", prompt(1, 3)) == 2 * BLOCK_TOKENS
+    assert first.count_prefix("", prompt(1, 3)) == 2 * BLOCK_TOKENS
 
 
 def test_text_is_seen_wherever_it_stands() -> None:
@@ -312,10 +312,10 @@ def test_text_is_seen_wherever_it_stands() -> None:
         for number in order:
             stood.append(len(tokens))
             tokens += [5000, *documents[number]]
-        starts, often = frequency.note_text("", as_tokens(tokens))
+        starts, often = frequency.count_text("", as_tokens(tokens))
         if order == range(8):
             assert not often.any() and 80 < len(starts) < 200
     # What crosses from one document into the next was never seen, but all begin with one token.
     crossing = [any(start < at < start + BLOCK_TOKENS - 1 for at in stood) for start in starts]
     assert often.tolist() == [not crosses for crosses in crossing]
-    assert not frequency.note_text("tenant", as_tokens(tokens))[1].any()
+    assert not frequency.count_text("tenant", as_tokens(tokens))[1].any()

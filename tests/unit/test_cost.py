@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from impress_sglang.config import EXACT_BITS
 from impress_sglang.cost import (
     MAX_GAP_BYTES,
-    MOST_LATE,
+    MAX_WAIT_FACTOR,
     Cost,
     Estimate,
     Estimator,
     ReadCost,
     RequestLengths,
+    attention_pairs,
     best_within_tolerance,
-    pairs_of,
 )
 from impress_sglang.paper.service import LoadCosts
 
@@ -154,7 +154,7 @@ def taught(
     for _ in range(300):
         new, before = longest ** pick.random(), pick.choice([0, 0, pick.randint(0, most_before)])
         seconds = machine.forward(before, new) * pick.uniform(1 - noise, 1 + noise)
-        estimator.computing.observe(new, pairs_of(before, new), seconds)
+        estimator.computing.observe(new, attention_pairs(before, new), seconds)
     return estimator
 
 
@@ -208,7 +208,7 @@ def test_a_device_that_changes_is_followed_at_once(times: float) -> None:
     for _ in range(20):
         new = pick.uniform(1, 50)
         seconds = times * machine.forward(1000, new)
-        estimator.computing.observe(new, pairs_of(1000, new), seconds)
+        estimator.computing.observe(new, attention_pairs(1000, new), seconds)
 
     expected = times * machine.forward(0, 9000)
     assert estimator.pass_seconds(0, 9000) == pytest.approx(expected, rel=0.25)
@@ -219,7 +219,7 @@ def test_what_was_seen_to_be_short_bounds_what_is_longer() -> None:
     cost = taught(machine, noise=0.1, longest=100, most_before=20).computing
 
     assert cost.bound(40, 400) == (pytest.approx(machine.per_pass, rel=0.1), True)
-    bound, known = cost.bound(4000, pairs_of(0, 4000))
+    bound, known = cost.bound(4000, attention_pairs(0, 4000))
     real = machine.forward(0, 4000)
     assert not known and bound is not None and real < bound < 10 * real
     assert cost.seconds(4000, 4e6) == pytest.approx(machine.per_pass, rel=0.1)
@@ -238,7 +238,9 @@ def test_questions_bound_what_computing_takes(machine: Machine) -> None:
     """They are mostly overhead. Where reading is slow, one prefix is computed to learn the rest."""
     estimator = Estimator(HIDDEN_SIZE)
     for new in (19, 22, 20):
-        estimator.computing.observe(new, pairs_of(3000, new), 0.02 + machine.forward(3000, new))
+        estimator.computing.observe(
+            new, attention_pairs(3000, new), 0.02 + machine.forward(3000, new)
+        )
     bound, real = estimator.estimate(QUESTION, 0.0).recompute, machine.forward(0, 3020)
     assert bound is not None and bound > 0.9 * real, "guesses how much is spent on pairs"
 
@@ -246,7 +248,7 @@ def test_questions_bound_what_computing_takes(machine: Machine) -> None:
     assert fast.load is slow.load is None
     assert fast.loads_faster() and not slow.loads_faster()
 
-    estimator.computing.observe(3020, pairs_of(0, 3020), real)
+    estimator.computing.observe(3020, attention_pairs(0, 3020), real)
     assert estimator.estimate(QUESTION, 0.0).recompute == pytest.approx(real, rel=0.5)
 
 
@@ -260,9 +262,9 @@ def test_a_few_tokens_behind_many_take_longer_than_their_size_says(machine: Mach
 
     for _ in range(20):
         new = pick.randint(300, 4000)
-        estimator.note_request(0, new, machine.forward(0, new))
+        estimator.observe_request(0, new, machine.forward(0, new))
         before = pick.randint(2000, 4000)
-        estimator.note_request(before, 20, behind(before))
+        estimator.observe_request(before, 20, behind(before))
 
     for before in (2500, 3000, 3500):
         assert estimator.pass_seconds(before, 20) == pytest.approx(behind(before), rel=0.2)
@@ -280,7 +282,7 @@ def test_blends_are_learnt_and_all_is_read_before() -> None:
         computed = pick.uniform(0.15, 0.75) * work.stored
         hopeful = estimator.estimate_blend(work, computed, 0.0, measured=False).compute
         hopeful -= estimator.pass_seconds(work.stored, work.new)
-        estimator.note_blend(work, computed, 1e-4 * work.stored + 3 * hopeful)
+        estimator.observe_blend(work, computed, 1e-4 * work.stored + 3 * hopeful)
 
     found = estimator.estimate_blend(QUESTION, 1000.0, 2.0)
     alone = estimator.pass_seconds(3000, 20)
@@ -327,10 +329,10 @@ def test_a_pass_begins_early_if_it_hides_the_rest_and_computing_wins_if_it_is_fa
     pass_seconds, all_of_it = machine.forward(3000, 20), machine.forward(0, 3000)
 
     late = estimator.max_layer_wait(0.8 * pass_seconds, 3000, 20)
-    assert late == pytest.approx(MOST_LATE * pass_seconds, rel=0.1)
+    assert late == pytest.approx(MAX_WAIT_FACTOR * pass_seconds, rel=0.1)
     assert estimator.max_layer_wait(1.2 * pass_seconds, 3000, 20) is None
-    assert estimator.faster_seconds(0.8 * all_of_it, 0, 3000) is None
-    faster = estimator.faster_seconds(1.2 * all_of_it, 0, 3000)
+    assert estimator.seconds_saved(0.8 * all_of_it, 0, 3000) is None
+    faster = estimator.seconds_saved(1.2 * all_of_it, 0, 3000)
     assert faster == pytest.approx(all_of_it, rel=0.1)
     unknown = Estimator(HIDDEN_SIZE)
-    assert unknown.faster_seconds(9.0, 0, 3000) is unknown.max_layer_wait(9.0, 3000, 20) is None
+    assert unknown.seconds_saved(9.0, 0, 3000) is unknown.max_layer_wait(9.0, 3000, 20) is None

@@ -16,11 +16,11 @@ from impress_sglang.codes.groups.codec import (
     CODE_BITS,
     GROUP_TOKENS,
     GroupLayout,
+    allocate_bit_pairs,
     code_keys,
     code_values,
     encode_layer,
     pack,
-    pairs_of,
 )
 from impress_sglang.codes.groups.energy import QueryMeter, energy_of, no_queries
 from impress_sglang.codes.groups.slots import restore as restore_slots
@@ -28,7 +28,7 @@ from impress_sglang.config import BITS
 from impress_sglang.errors import NotCodable
 from impress_sglang.loops import groups as loops
 from impress_sglang.storage.directory import CODING
-from impress_sglang.storage.layout import Pages
+from impress_sglang.storage.layout import PagedGroups
 from impress_sglang.transfer import codecs
 from tests.unit.codes_factory import check_groups, of_elements, random_kv, restore
 from tests.unit.kv_factory import make_shape
@@ -79,7 +79,7 @@ WEIGHTS = st.sampled_from([0.0, 1e-45, 1e-20, 0.25, 1.0, 4.0, 16.0, 20.0, 300.0,
 @given(st.lists(WEIGHTS, min_size=16, max_size=16), st.sampled_from(RATES))
 def test_pairs_are_those_that_gain_most(weight: list[float], rate: int) -> None:
     """Of all heads; of equal gains (zeros too) upper pairs are first, and then lower channels."""
-    found = pairs_of(torch.tensor([weight]).view(1, 2, 8), rate)
+    found = allocate_bit_pairs(torch.tensor([weight]).view(1, 2, 8), rate)
     assert found.flatten().tolist() == brute_pairs(weight, 8 * (rate - 4))
 
 
@@ -140,7 +140,7 @@ def test_a_layer_stands_on_disk_where_its_pages_say(num_tokens: int) -> None:
     kvs = [random_kv(num_tokens, 3, dim) for dim in (8, 8)]
     groups = encode_layer(GroupLayout(3, 8, 8, 6), *kvs)
     for count in (1, 3, 8):
-        pages = Pages(num_tokens, GROUP_TOKENS, groups.shape[1], count)
+        pages = PagedGroups(num_tokens, GROUP_TOKENS, groups.shape[1], count)
         memory = torch.full((pages.num_bytes,), 255, dtype=torch.uint8)
         pages.put_groups(groups, memory)
         rest = torch.ones_like(memory, dtype=torch.bool)

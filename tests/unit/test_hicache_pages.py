@@ -290,7 +290,7 @@ def test_a_pack_in_use_is_dated_now_and_then(
     opened: Open, files: FaultyFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dated = list[int]()
-    monkeypatch.setattr(files, "date", lambda descriptor, when: dated.append(when))
+    monkeypatch.setattr(files, "set_mtime", lambda descriptor, when: dated.append(when))
     pages = opened()
     store(pages, 1)
     for _ in range(5):

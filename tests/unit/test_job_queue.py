@@ -34,7 +34,7 @@ class Desk:
 
     def _replan(self, request: Request, job: LoadJob) -> None:
         assert request.job is None
-        assert job.target is None or self.ended[-1] is job, "the end of a job is told first"
+        assert job.target_slots is None or self.ended[-1] is job, "the end of a job is told first"
         self.replanned.append((request.rid, job))
         if (new := self.again.pop(request.rid, None)) is not None:
             self.jobs.join(request, new)
@@ -61,7 +61,7 @@ class Desk:
         self.jobs.leave(request)
 
     def poll(self) -> None:
-        self.jobs.poll(self.queue, [job for job in self.jobs.begun if job.done.is_set()])
+        self.jobs.poll(self.queue, [job for job in self.jobs.started if job.done.is_set()])
         check_queue(self.jobs)
 
     def load(self) -> None:
@@ -71,7 +71,7 @@ class Desk:
 
     @property
     def waiting(self) -> list[str]:
-        return [request.rid for request in self.queue if self.jobs.waits(request)]
+        return [request.rid for request in self.queue if self.jobs.must_wait(request)]
 
     def check_nothing_is_left(self) -> None:
         assert not self.jobs.active and not self.tree.holds and not any(self.jobs.loading)
@@ -147,7 +147,7 @@ class TestPassing:
         return job
 
     @pytest.mark.parametrize(
-        ("patience", "seconds"), [(None, job_queue.PATIENCE), (0.25, 0.25), (7.0, 7.0)]
+        ("patience", "seconds"), [(None, job_queue.DEFAULT_PATIENCE), (0.25, 0.25), (7.0, 7.0)]
     )
     def test_for_as_long_as_it_takes_itself(
         self, desk: Desk, patience: float | None, seconds: float
@@ -241,7 +241,7 @@ class TestPressure:
 
         desk.jobs.make_room(missing)
 
-        assert held.hold is None and job.slots is not None and not job.revoked
+        assert held.lock is None and job.owned_slots is not None and not job.revoked
 
     def test_then_jobs_lose_their_slots_the_latest_first(self, desk: Desk) -> None:
         jobs = [new_job(prompt(number, 4)) for number in range(3)]
@@ -260,7 +260,7 @@ class TestPressure:
         desk.load()
         assert [job.state.value for job in jobs] == ["loaded", "dropped", "dropped"]
         assert [rid for rid, _ in desk.replanned] == ["0", "1", "2"] and not desk.waiting
-        assert [request.tries for request in requests] == [0, 1, 1]
+        assert [request.num_failures for request in requests] == [0, 1, 1]
         assert desk.tree.written(prompt(0, 4)) and len(desk.tree.nodes) == 4
 
 
@@ -271,7 +271,7 @@ def early_job(desk: Desk) -> LoadJob:
     desk.poll()
     desk.loader.step()
     desk.pool.insert(job)
-    job.early = True
+    job.inserted_early = True
     desk.leave(request)
     return job
 
@@ -324,10 +324,10 @@ def test_what_others_hold_below_an_early_job_that_fails_is_released(desk: Desk) 
     desk.loader.run(LAYERS)
     desk.loader.begun.rotate(1)
     desk.poll()
-    assert ended.state is JobState.LOADED and held.hold is not None
+    assert ended.state is JobState.LOADED and held.lock is not None
     desk.loader.corrupt.add(prompt(1, 4))
     desk.load()
-    assert loading.revoked and desk.queue[1].tries == 1
+    assert loading.revoked and desk.queue[1].num_failures == 1
     assert not desk.waiting and not desk.tree.nodes and not desk.tree.holds
 
 
@@ -354,10 +354,13 @@ def test_who_needs_earlier_tokens_joins_a_job_that_waits(desk: Desk) -> None:
     """It will begin behind what is resident then. Nobody joins a job of others, or one in vain."""
     old, new = new_job(prompt(1, 8), 4), new_job(prompt(1, 9))
     requests = [desk.ask("a", prompt(1, 10), old), desk.ask("b", prompt(1, 10), new)]
-    assert [(request.common, request.leads) for request in requests] == [(8, True), (8, False)]
+    assert [(request.common_tokens, request.started_job) for request in requests] == [
+        (8, True),
+        (8, False),
+    ]
     assert old.waiters == requests and desk.jobs.jobs == [old]
     old.state = LOADING
     apart, revoked = new_job(prompt(1, 8)), new_job(prompt(1, 8))
-    apart.space = ("salt", None)
+    apart.key_scope = ("salt", None)
     revoked.revoke()
     assert overlapping([old, apart, revoked], new, LEAST) == (new, 9)

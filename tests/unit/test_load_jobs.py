@@ -66,7 +66,10 @@ def test_slots_get_what_is_stored(make: Make, caches: dict[str, float]) -> None:
         for tokens, start in ((OTHER, 0), (SECOND, 0), (SECOND, 72), (FIRST, 16), (OTHER, 149)):
             job = desk.load(tokens, kv_class, start)
             desk.check(job)
-            assert job.reads.ssd_bytes + job.reads.host_chunks + job.reads.device_chunks > 0
+            assert (
+                job.read_stats.ssd_bytes + job.read_stats.host_chunks + job.read_stats.device_chunks
+                > 0
+            )
             assert job.bits == kv_class.bits
         assert desk.pools.empty(desk.free), "nothing else was written"
     check_store(desk.store)
@@ -86,8 +89,8 @@ def test_a_failed_job_ends_behind_what_the_device_writes(
 
     job = desk.load(OTHER, CODES)
 
-    assert job.state is JobState.FAILED and job.layers
-    assert stream.record_event.call_count == job.layers == len(job.events)
+    assert job.state is JobState.FAILED and job.layers_loaded
+    assert stream.record_event.call_count == job.layers_loaded == len(job.layer_events)
     written.synchronize.assert_called_once()
 
 
@@ -129,7 +132,7 @@ def test_what_a_drive_does_ends_jobs_and_not_the_loader(
 def give_to_others(desk: Desk, job: LoadJob, number: float) -> None:
     """They write to the slots that it had."""
     for pool in (*desk.pools.keys, *desk.pools.values):
-        pool[job.target] = number
+        pool[job.target_slots] = number
 
 
 class TestRevoking:
@@ -144,12 +147,12 @@ class TestRevoking:
             job = desk.begin(OTHER, kv_class)
             wait_until(lambda: hang.hits)
             job.revoke()
-            assert job.revoked and not job.done.is_set() and job.target is not None
+            assert job.revoked and not job.done.is_set() and job.target_slots is not None
             give_to_others(desk, job, 5.0)
             assert not desk.loader.close(0.05) and not job.done.is_set()
         desk.wait(job)
         assert job.state is JobState.DROPPED and job.error is None
-        assert all(bool((rows == 5.0).all()) for rows in desk.pools.rows(job.target))
+        assert all(bool((rows == 5.0).all()) for rows in desk.pools.rows(job.target_slots))
         assert desk.loader.close(20.0)
 
     def test_at_any_time(self, make: Make) -> None:
@@ -162,12 +165,14 @@ class TestRevoking:
             job = desk.begin(OTHER, CLASSES[number % 2])
             time.sleep(number * 4e-5)
             job.revoke()
-            assert job.target is not None
+            assert job.target_slots is not None
             give_to_others(desk, job, number)
             desk.wait(job)
-            expected = JobState.LOADED if job.layers == SHAPE.num_layers else JobState.DROPPED
+            expected = (
+                JobState.LOADED if job.layers_loaded == SHAPE.num_layers else JobState.DROPPED
+            )
             assert job.state is expected
-            assert all(bool((rows == number).all()) for rows in desk.pools.rows(job.target))
+            assert all(bool((rows == number).all()) for rows in desk.pools.rows(job.target_slots))
         check_store(desk.store)
 
 
@@ -177,16 +182,16 @@ class TestLayers:
         return new_job((1, 2, 3), 1)
 
     def test_nobody_waits_for_ever(self, job: LoadJob) -> None:
-        job.deadline = time.monotonic() + 0.02
+        job.pass_deadline = time.monotonic() + 0.02
         assert not job.wait_for_layer(0)
-        job.deadline = 0.0
+        job.pass_deadline = 0.0
         assert not job.wait_for_layer(0)
-        job.note_layer()
+        job.count_layer()
         assert job.wait_for_layer(0) and not job.wait_for_layer(1)
 
     def test_nor_for_a_layer_that_will_never_come(self, job: LoadJob) -> None:
-        job.deadline = time.monotonic() + 20.0
-        job.note_layer()
+        job.pass_deadline = time.monotonic() + 20.0
+        job.count_layer()
         threading.Timer(0.02, job.end, (JobState.FAILED,)).start()
         began = time.monotonic()
         assert not job.wait_for_layer(1) and job.wait_for_layer(0)
@@ -202,11 +207,11 @@ class TestLayers:
 
     def test_what_is_left_is_judged_by_what_was_loaded(self, job: LoadJob) -> None:
         assert job.seconds_left(3, 100.0) is None
-        job.began_at = 98.0
+        job.started_at = 98.0
         assert job.seconds_left(3, 100.0) is None
-        job.note_layer()
+        job.count_layer()
         assert job.seconds_left(3, 100.0) == 4.0
-        job.note_layer()
+        job.count_layer()
         assert job.seconds_left(3, 100.0) == 1.0
 
 
@@ -219,7 +224,7 @@ class TestLoader:
             raise ValueError("a bug")
 
         segments = desk.store.readers
-        for owner, name in ((BufferPool, "_free_memory"), (desk.loader._layers, "_streams")):
+        for owner, name in ((BufferPool, "_free_memory"), (desk.loader._layers, "_main_layers")):
             monkeypatch.setattr(owner, name, fails)
             job = desk.load(FIRST)
             monkeypatch.undo()
@@ -279,8 +284,8 @@ def test_the_scheduler_goes_on_meanwhile(make: Make, caches: str) -> None:
         for job in [begun for begun in jobs if begun.done.is_set()]:
             jobs.remove(job)
             loaded += desk.check_or_gone(job)
-            assert job.target is not None
-            desk.free = torch.cat([desk.free, job.target])
+            assert job.target_slots is not None
+            desk.free = torch.cat([desk.free, job.target_slots])
     desk.wait(*jobs)
     store.poll()
     check_store(store)

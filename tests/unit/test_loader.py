@@ -108,7 +108,7 @@ class Setting:
         found = self.keys[layer][index, heads][:, others] if keys and others else None
         return found, self.values[layer][index, heads] if values else None
 
-    def note_selection(self, layer: int, selected: Indices, importance: Tensor | None) -> None:
+    def record_selection(self, layer: int, selected: Indices, importance: Tensor | None) -> None:
         self.noted.append((layer, selected.tolist(), importance))
 
     def scores(self, layer: int) -> np.ndarray:

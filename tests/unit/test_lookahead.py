@@ -14,7 +14,7 @@ from impress_sglang.store.lookahead import _GAP, LookAhead, turns_of
 from impress_sglang.store.orders import Purge
 from impress_sglang.store.stored import StoredSpan
 from impress_sglang.tiers.placement import Tier
-from impress_sglang.tiers.rules import LAST_TURN, NOBODY
+from impress_sglang.tiers.rules import LAST_TURN, NOT_AWAITED
 from tests.unit.kv_factory import make_shape, stored_segment
 from tests.unit.reading import read_rows
 from tests.unit.store_checks import check_lookahead, check_store
@@ -114,7 +114,7 @@ def test_the_next_turn_is_that_of_the_first_who_waits(steps: list[Any]) -> None:
         turns = turns_of(15, 1, told.get(name, []))
         for token in range(15):
             waiting = [rid for rid, (start, stop) in ranges if start <= token < stop]
-            assert turns[token] == min(map(lookahead.turn, waiting), default=NOBODY)
+            assert turns[token] == min(map(lookahead.turn, waiting), default=NOT_AWAITED)
         assert (name in lookahead) == bool(ranges)
 
 

@@ -117,7 +117,7 @@ def load_all(cache: ChunkCache, chunks: Tensor) -> list[int]:
         pages = cache.pages[found.tiers[chunk]]
         assert torch.equal(pages[found.pages[chunk]], chunks[chunk])
     read = chunks.data_ptr() + ids[found.kept] * chunks.shape[1]
-    cache.settle(found, ids[found.kept], read)
+    cache.apply_moves(found, ids[found.kept], read)
     check_placement(cache.placement)
     return sorted(found.tiers.tolist())
 
@@ -162,7 +162,7 @@ class Reading(Fence):
 def test_addresses_stay_until_they_are_read(steps: list[tuple[int, bool]], min_count: int) -> None:
     """Tables are used again, and there are no more than may be."""
     copier, readings, pages = PageCopier(8, CPU, kernels=False), list[Reading](), mock.Mock()
-    limits = {"MOST_TABLES": 5, "LEAST_NUMBERS": min_count}
+    limits = {"MAX_TABLES": 5, "MIN_NUMBERS": min_count}
     with mock.patch.multiple(copying, copies=pages, **limits):
         for number, (count, over) in enumerate(steps):
             numbers = copier.begin(count)
@@ -215,7 +215,7 @@ def test_copies_wait_for_reads_and_readers_for_copies(streams: list[FakeStream])
     stream.join()
     assert not computing.awaited
 
-    stream.note_reading(Fence(CUDA))
+    stream.record_reading(Fence(CUDA))
     with stream.after_reading():
         copying = streams[-1]
         assert copying is not computing
@@ -234,7 +234,7 @@ def test_copies_wait_for_reads_and_readers_for_copies(streams: list[FakeStream])
 
 def test_nobody_waits_for_what_has_passed(streams: list[FakeStream]) -> None:
     (computing,), stream = streams, CopyStream(CUDA)
-    stream.note_reading(Fence(CUDA))
+    stream.record_reading(Fence(CUDA))
     computing.events[0].query.return_value = True
     with stream.after_reading():
         copying = streams[-1]

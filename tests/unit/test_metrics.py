@@ -45,14 +45,16 @@ def test_prompts_are_told_apart_and_not_shown() -> None:
 
     def note(recent: RecentRequests, tokens: list[int], namespace: str = "n") -> Any:
         report = new_report("impress", 0, len(tokens))
-        recent.note("r" * 500, namespace, tokens, report, waited=0.25, computing=0.06)
-        return recent.after(0)[0]["begins"]
+        recent.record("r" * 500, namespace, tokens, report, waited=0.25, computing=0.06)
+        return recent.since_number(0)[0]["begins"]
 
     recent = RecentRequests()
     first, same = note(recent, prompt), note(recent, [*prompt[:64], 7])
     later, other = note(recent, prompt[1:]), note(recent, prompt, "other")
     assert first == same and len({first, later, other}) == 3 and note(recent, prompt[:63]) == ""
-    assert len(recent.after(0)) == 5 and not any(row["words"] for row in recent.after(0))
+    assert len(recent.since_number(0)) == 5 and not any(
+        row["words"] for row in recent.since_number(0)
+    )
     assert note(RecentRequests(), prompt) != first, "nobody can look a prompt up"
 
 
@@ -73,7 +75,7 @@ class World:
         self.suspended: str | None = None
 
     def tell(self, *, now: bool = False) -> None:
-        self.metrics.tell(self.summarize, now=now)
+        self.metrics.publish(self.summarize, now=now)
 
     def summarize(self) -> dict[str, Any]:
         return {

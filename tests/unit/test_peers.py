@@ -295,7 +295,7 @@ def test_room_comes_from_folders_without_a_server(
 
 def test_servers_share_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So namespaces have the same names there, and others with another model."""
-    monkeypatch.setattr(directory_module, "MOST_SERVERS", 2)
+    monkeypatch.setattr(directory_module, "MAX_SERVERS", 2)
     files, other = FileSystem(), OTHER_IDENTITY
     first, second = (take_free(files, tmp_path, IDENTITY) for _ in range(2))
     name = first.namespace("a" * 10_000)

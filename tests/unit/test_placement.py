@@ -321,7 +321,7 @@ def test_the_lowest_range_that_fits_is_taken(
             taken |= {*ranges[-1]}
         else:
             gone = ranges.pop(data.draw(st.integers(0, len(ranges) - 1)))
-            ids.give(gone.start, len(gone))
+            ids.put_back(gone.start, len(gone))
             taken -= {*gone}
         assert set(np.flatnonzero(owned_ids(ids, 400)).tolist()) == taken
         # As few gaps as possible.

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from impress_sglang.config import AUTO, AUTO_SHARE, BITS, EXACT_BITS, OFF
-from impress_sglang.serving.kv_class import KVClass, marked, request_extra_key
+from impress_sglang.serving.kv_class import KVClass, class_extra_key, request_extra_key
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.store.policies import LoadOptions
 
@@ -18,26 +18,26 @@ QUALITIES = st.just(EXACT) | st.builds(Quality, st.integers(1, 4), SOME_BITS, SO
 
 @given(QUALITIES)
 def test_exact_kvs_suffice_for_everybody_and_only_they_for_the_exact(quality: Quality) -> None:
-    assert EXACT.suffices(quality)
-    assert quality.suffices(EXACT) == (quality == EXACT)
+    assert EXACT.is_at_least(quality)
+    assert quality.is_at_least(EXACT) == (quality == EXACT)
 
 
 @given(QUALITIES, QUALITIES, QUALITIES)
 def test_better_is_a_partial_order(a: Quality, b: Quality, c: Quality) -> None:
-    assert a.suffices(a)
-    if a.suffices(b) and b.suffices(a):
+    assert a.is_at_least(a)
+    if a.is_at_least(b) and b.is_at_least(a):
         assert a == b
-    if a.suffices(b) and b.suffices(c):
-        assert a.suffices(c)
-    assert a.rank <= b.rank or not a.suffices(b)
+    if a.is_at_least(b) and b.is_at_least(c):
+        assert a.is_at_least(c)
+    assert a.rank <= b.rank or not a.is_at_least(b)
     assert a.rank < b.rank or a.blended or not b.blended, "whatever else they rest on"
 
 
 def test_neither_fewer_approximations_nor_more_bits_make_up_for_the_other() -> None:
     often, coarse, better = Quality(2, 8.0), Quality(1, 5.0), Quality(1, 8.0)
 
-    assert not often.suffices(coarse) and not coarse.suffices(often)
-    assert better.suffices(often) and better.suffices(coarse)
+    assert not often.is_at_least(coarse) and not coarse.is_at_least(often)
+    assert better.is_at_least(often) and better.is_at_least(coarse)
 
 
 @given(QUALITIES, SOME_BITS, SOME_SHARES)
@@ -46,13 +46,13 @@ def test_what_is_computed_behind_few_bits_is_worse_by_one_approximation(
 ) -> None:
     after = before.after(bits, share)
 
-    assert before.suffices(after)
+    assert before.is_at_least(after)
     if share == 1.0 and bits == EXACT_BITS:
         assert after == before
     else:
         assert after.depth == before.depth + 1
         assert after.bits == min(before.bits, bits)
-        assert after.share == min(before.share, share)
+        assert after.recompute_ratio == min(before.recompute_ratio, share)
 
 
 @given(QUALITIES, QUALITIES, QUALITIES)
@@ -62,7 +62,7 @@ def test_the_worst_of_several_is_what_a_request_must_take_to_take_each(
     worst = a.worst(b)
 
     assert worst == b.worst(a) and a.worst(EXACT) == a
-    assert worst.suffices(wanted) == (a.suffices(wanted) and b.suffices(wanted))
+    assert worst.is_at_least(wanted) == (a.is_at_least(wanted) and b.is_at_least(wanted))
 
 
 SHARES = st.floats(0.0, 1.0, allow_nan=False)
@@ -75,7 +75,7 @@ KEYS = (
     | st.text(max_size=8)
     | st.lists(PIECES, max_size=5).map("".join)
     | st.tuples(CLASSES, CLASSES, st.text("|a", max_size=3)).map(
-        lambda drawn: marked(drawn[2], *drawn[:2])
+        lambda drawn: class_extra_key(drawn[2], *drawn[:2])
     )
 )
 
@@ -88,7 +88,7 @@ KEYS = (
 def test_different_arguments_have_different_keys(
     key: str | None, kv_class: KVClass, other_key: str | None, other: KVClass, usual: KVClass
 ) -> None:
-    same = marked(key, kv_class, usual) == marked(other_key, other, usual)
+    same = class_extra_key(key, kv_class, usual) == class_extra_key(other_key, other, usual)
     assert same == ((key, kv_class) == (other_key, other))
 
 
@@ -96,7 +96,7 @@ def test_different_arguments_have_different_keys(
 @example("impress-class:5|a", KVClass(), KVClass())
 @example("a|b", KVClass(5.0), KVClass())
 def test_the_key_of_a_request_comes_back(key: str | None, kind: KVClass, usual: KVClass) -> None:
-    assert request_extra_key(marked(key, kind, usual)) == key
+    assert request_extra_key(class_extra_key(key, kind, usual)) == key
 
 
 @pytest.mark.parametrize(
@@ -117,11 +117,13 @@ def test_the_class_of_a_request(bits: float, blend: float | str, expected: KVCla
 @given(CLASSES, st.integers(0, 3))
 def test_what_a_class_accepts(kv_class: KVClass, depth: int) -> None:
     worst = kv_class.worst(depth)
-    assert EXACT.suffices(worst)
+    assert EXACT.is_at_least(worst)
     if kv_class.exact or not depth:
         assert worst == EXACT
     else:
-        assert Quality(depth, kv_class.bits, kv_class.share).suffices(worst)
-        assert not Quality(depth + 1, kv_class.bits, kv_class.share).suffices(worst)
+        assert Quality(depth, kv_class.bits, kv_class.recompute_ratio).is_at_least(worst)
+        assert not Quality(depth + 1, kv_class.bits, kv_class.recompute_ratio).is_at_least(worst)
         fewer = [bits for bits in BITS if bits < kv_class.bits]
-        assert not any(Quality(depth, bits, kv_class.share).suffices(worst) for bits in fewer)
+        assert not any(
+            Quality(depth, bits, kv_class.recompute_ratio).is_at_least(worst) for bits in fewer
+        )

@@ -18,7 +18,7 @@ MODULES = sorted(path for unit in ("plugin", "serving") for path in (PACKAGE / u
 CLOCKS = {"time", "uuid", "random", "secrets"}
 # What a store or a thread says: attributes, called or not.
 LOCAL = {
-    *("in_use", "opened", "suspended", "aside", "store", "is_set", "done", "is_alive"),
+    *("in_use", "opened", "suspended", "suspended_by", "store", "is_set", "done", "is_alive"),
     *("estimator", "readers", "health", "writes", "error", "seconds_left", "_clock", "_now"),
 }
 
@@ -36,13 +36,13 @@ OUTSIDE = {
 READERS: dict[str, tuple[str, ...]] = {
     "it is what a rank votes, or the vote": (
         "plugin.prefix_loads.PrefixLoads.plan",
-        "plugin.prefix_loads.PrefixLoads._slow",
+        "plugin.prefix_loads.PrefixLoads._slow_jobs",
         "serving.load_planner.LoadPlanner._estimate",
-        "serving.load_planner.LoadPlanner.behind",
-        "serving.load_planner.LoadPlanner.looks_for",
+        "serving.load_planner.LoadPlanner.state_spans",
+        "serving.load_planner.LoadPlanner.looks_up",
         "serving.load_planner.LoadPlanner.match",
         "serving.load_planner.LoadPlanner.plan",
-        "serving.load_planner.LoadPlanner.usable",
+        "serving.load_planner.LoadPlanner.usable_tokens",
         "serving.ranks.Agreement.__init__",
         "serving.ranks.Agreement.now",
         "serving.ranks.Agreement._votes",
@@ -50,7 +50,7 @@ READERS: dict[str, tuple[str, ...]] = {
     "its clock is that of the vote": ("serving.job_queue.JobQueue._has_waited",),
     "all ranks do the same, and each tells its own store of it": (
         "plugin.prefix_loads.PrefixLoads._begin",
-        "plugin.prefix_loads.PrefixLoads._note_end",
+        "plugin.prefix_loads.PrefixLoads._on_job_end",
     ),
     "it decides what this rank writes; locks are the same on all, until none writes": (
         "plugin.prefix_saves.PrefixSaves._may_store",
@@ -79,7 +79,7 @@ READERS: dict[str, tuple[str, ...]] = {
         "serving.load_planner.LoadPlanner._miss",
         "plugin.admin._overview",
         "plugin.admin._row",
-        "plugin.prefix_loads.PrefixLoads._after_job",
+        "plugin.prefix_loads.PrefixLoads._replan",
         "plugin.request_tracker.RequestTracker.count",
     ),
     "it never happens with several ranks": (

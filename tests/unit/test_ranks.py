@@ -108,10 +108,10 @@ def run(size: int, seed: int) -> Lockstep:
 def test_they_do_what_they_should(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps, window = request.config.getoption("--rank-steps"), job_queue.WINDOW
+    steps, window = request.config.getoption("--rank-steps"), job_queue.ADMISSION_WINDOW
     loads = reductions = 0
     for seed in range(max(steps // HISTORY, 3)):
-        monkeypatch.setattr(job_queue, "WINDOW", 3 if seed % 2 else window)
+        monkeypatch.setattr(job_queue, "ADMISSION_WINDOW", 3 if seed % 2 else window)
         ranks = run(1 + seed % 3, seed)
         reductions += ranks.reduction.count
         loads += sum(model.num_loaded for model in ranks.models)
@@ -136,21 +136,21 @@ def test_rank_0_decides_and_the_least_counts() -> None:
     first, second = (Agreement(Ranks(n, 2, begin), lambda now=5.0 - 4 * n: now) for n in range(2))
     jobs = [job(JobState.LOADED), job(JobState.LOADED), job()]
     mine = {
-        "a": LoadProposal(700, loads=True, patience=2.5),
+        "a": LoadProposal(700, worthwhile=True, compute_seconds=2.5),
         "b": LoadProposal(300),
-        "c": LoadProposal(0, patience=0.0),
+        "c": LoadProposal(0, compute_seconds=0.0),
     }
     assert first.agree(mine, jobs, [], "xyz") == (mine, jobs[:2], [], "xyz")
     assert first.now() == 5.0
 
     jobs = [job(JobState.FAILED), job(), job()]
     theirs = {
-        "a": LoadProposal(600, patience=0.1),
-        "b": LoadProposal(400, loads=True, patience=9.0),
+        "a": LoadProposal(600, compute_seconds=0.1),
+        "b": LoadProposal(400, worthwhile=True, compute_seconds=9.0),
         "c": LoadProposal(),
     }
     wishes, ended, slow, saves = second.agree(theirs, jobs, jobs[2:], "xy")
-    assert wishes == mine | {"a": LoadProposal(600, loads=True, patience=2.5)}
+    assert wishes == mine | {"a": LoadProposal(600, worthwhile=True, compute_seconds=2.5)}
     assert slow == jobs[2:] and saves == "xy" and second.now() == 5.0
     assert ended == jobs[:1]
     assert len(heard[0]) == len(heard[1])
@@ -168,7 +168,7 @@ def test_a_job_that_is_read_and_still_computed_may_be_slow(
     monkeypatch: pytest.MonkeyPatch, state: JobState, revoked: bool, end: JobState | None
 ) -> None:
     blend = job(state)
-    monkeypatch.setattr(blend, "computes", True)
+    monkeypatch.setattr(blend, "computes_after_reads", True)
     if revoked:
         blend.revoke()
     agreed = Agreement(Ranks()).agree({}, [blend], [blend], ())
@@ -187,13 +187,13 @@ class TestRanks:
 
     def test_what_is_done_together_waits_for_the_batches_of_a_pipeline(self) -> None:
         done: list[str] = []
-        Ranks().together(lambda: done.append("at once"))
-        ranks = Ranks(0, 2, batches=2)
-        assert not ranks.holds()
-        ranks.together(lambda: done.append("first"))
-        assert ranks.holds() and done == ["at once"]
-        ranks.together(lambda: done.append("second"))
-        assert [ranks.holds() for _ in range(3)] == [True, False, False]
+        Ranks().run_in_lockstep(lambda: done.append("at once"))
+        ranks = Ranks(0, 2, batches_in_flight=2)
+        assert not ranks.holds_batches()
+        ranks.run_in_lockstep(lambda: done.append("first"))
+        assert ranks.holds_batches() and done == ["at once"]
+        ranks.run_in_lockstep(lambda: done.append("second"))
+        assert [ranks.holds_batches() for _ in range(3)] == [True, False, False]
         assert done == ["at once", "first", "second"]
 
 

@@ -47,7 +47,7 @@ class Stored:
 
     def read(self, reader: BlockReader, *runs: tuple[int, int]) -> int:
         read = reader.submit(*self.runs(*runs))
-        read.arrived()
+        read.wait()
         return read.num_bytes
 
     def check(self, *runs: tuple[int, int]) -> None:
@@ -88,7 +88,7 @@ def test_runs_are_filled_and_nothing_else(
     runs = [(0, 1), (3, 10), (11, 12), (20, 47), (stored.blocks - 2, stored.blocks)]
 
     read = reader.submit(*stored.runs(*runs))
-    read.arrived()
+    read.wait()
 
     assert read.done and read.num_bytes == sum(stop - first for first, stop in runs) * BLOCK
     stored.check(*runs)
@@ -108,8 +108,8 @@ def test_what_is_waited_for_overtakes_what_is_read_ahead(step: Step, stored: Sto
         engine.allow(1)
         engine.wait_started(begun)
     engine.allow()
-    needs.arrived()
-    ahead.arrived()
+    needs.wait()
+    ahead.wait()
 
     order = [(offset - stored.offset) // BLOCK for _, offset, _ in engine.started]
     assert order[:8] == [0, 1, 30, 31, 32, 33, 34, 35]
@@ -140,7 +140,7 @@ def test_a_cancelled_read_brings_what_was_begun(step: Step, stored: Stored) -> N
     assert read.num_bytes == 3 * BLOCK and not read.done
     assert listed(reader.cancel(read)) == []
     engine.allow()
-    read.arrived()
+    read.wait()
     assert read.done
     stored.check((0, 2), (7, 8))
     # And the reader goes on.
@@ -164,7 +164,7 @@ def test_many_threads_read_and_cancel(reader: BlockReader, tmp_path: Path, seed:
             time.sleep(float(random.choice([0.0, 0.0, 1e-4, 1e-3])))
             rest = set(listed(reader.cancel(read)))
             file.read(reader, (first + 9, first + 10))
-            read.arrived()
+            read.wait()
             kept = {first, first + 1, first + 2, *range(first + 4, first + 10)} - rest
             assert read.num_bytes == (len(kept) - 1) * BLOCK
             expected |= kept
@@ -190,10 +190,10 @@ def test_a_file_that_ends_early_is_found(
     other = reader.submit(*good.runs((3, 6)))
     for read in (*reads, reads[0]):
         with pytest.raises(SegmentUnreadable) as caught:
-            read.arrived()
+            read.wait()
         assert caught.value.segment_id == "ab12" and read.done
 
-    other.arrived()
+    other.wait()
     if left > 0:
         assert stored.read(reader, (0, 7)) == 7 * BLOCK
     stored.close()
@@ -246,7 +246,7 @@ def test_nobody_waits_for_a_reader_that_has_failed(
     assert late in failed
     for read in failed:
         with pytest.raises(StoreUnavailable, match="injected"):
-            read.arrived()
+            read.wait()
         assert listed(reader.cancel(read)) == []
     reader.close()
 
@@ -261,7 +261,7 @@ def test_a_drive_that_is_slow_is_noticed_before_it_is_idle(
     second = reader.submit(*stored.runs((10, 11)))
     engine.wait_started(2)
     engine.allow(1)
-    first.arrived()
+    first.wait()
     assert reader.cost.observations == noted
     engine.allow()
-    second.arrived()
+    second.wait()

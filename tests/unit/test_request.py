@@ -25,7 +25,7 @@ from impress_sglang.config import (
 from impress_sglang.serving.custom_params import (
     BITS_KEY,
     KEEP_KEY,
-    LEAST_ROOM,
+    MIN_ROOM,
     PRIORITY_KEY,
     RETENTION_KEY,
     STORE_KEY,
@@ -34,7 +34,7 @@ from impress_sglang.serving.custom_params import (
     check_custom_params,
     find_cut,
     load_options_of,
-    share_of,
+    recompute_ratio_of,
 )
 from impress_sglang.store.policies import LoadOptions
 
@@ -171,7 +171,7 @@ def test_cuts(limit: int, share: float, keep: int, messages: list[int], grown: i
 
     cut = find_cut(tokens, limit, share, keep, {OPENER})
 
-    if len(tokens) <= limit or limit - keep < max(LEAST_ROOM * limit, 1):
+    if len(tokens) <= limit or limit - keep < max(MIN_ROOM * limit, 1):
         assert cut is None
         return
     assert cut is not None and cut.start == keep
@@ -194,7 +194,7 @@ def test_what_is_left_begins_with_a_message() -> None:
 
 
 def test_requests_override_the_server() -> None:
-    assert share_of({}, ImpressConfig()) is None
-    assert share_of({TRUNCATE_KEY: 0.25}, ImpressConfig()) == 0.25
-    assert share_of({TRUNCATE_KEY: OFF}, ImpressConfig(truncate=0.5)) is None
-    assert share_of({}, ImpressConfig(truncate=0.5)) == 0.5
+    assert recompute_ratio_of({}, ImpressConfig()) is None
+    assert recompute_ratio_of({TRUNCATE_KEY: 0.25}, ImpressConfig()) == 0.25
+    assert recompute_ratio_of({TRUNCATE_KEY: OFF}, ImpressConfig(truncate=0.5)) is None
+    assert recompute_ratio_of({}, ImpressConfig(truncate=0.5)) == 0.5

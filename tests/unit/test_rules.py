@@ -15,7 +15,7 @@ from impress_sglang.loops.types import Floats
 from impress_sglang.store.policies import make_policy
 from impress_sglang.tiers.rules import (
     LAST_TURN,
-    NOBODY,
+    NOT_AWAITED,
     Ids,
     ImportanceScore,
     LeastFrequentlyUsed,
@@ -189,7 +189,7 @@ def test_what_is_awaited_is_worth_more_than_all_else(
     by_turn = np.argsort(turns[: len(ids)], kind="stable")
     assert np.array_equal(np.argsort(-awaited, kind="stable"), by_turn)
     assert np.array_equal(others, plain.priorities[SIZE // 2 :])
-    rule.expect(ids, np.full(len(ids), NOBODY))
+    rule.expect(ids, np.full(len(ids), NOT_AWAITED))
     assert np.array_equal(rule.priorities, plain.priorities)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from impress_sglang.config import CLASSES, SHORTEST
 from impress_sglang.cost import Estimate
-from impress_sglang.serving.scheduling import WINDOW, QueueOrder, Serving
+from impress_sglang.serving.scheduling import REORDER_WINDOW, QueueOrder, Serving
 
 # What serving takes, and whether anything is cached.
 QUICK = Serving(Estimate(1.0, 0.0, 0.01, None), True)
@@ -36,7 +36,7 @@ def make_order(schedule: str, unread: float = 1.0, **others: Serving) -> QueueOr
 
     def look(rid: str) -> Serving | None:
         found = states.get(rid.split("-")[0])
-        return None if found is None else found._replace(unread=unread)
+        return None if found is None else found._replace(unread_fraction=unread)
 
     return QueueOrder(schedule, look)
 
@@ -50,10 +50,10 @@ def arranged(order: QueueOrder, *rids: str) -> list[str]:
 def test_who_comes_back_has_overtaken_anew() -> None:
     """SGLang takes requests back that it has admitted; nobody lets them pass for ever."""
     order, passed = make_order(SHORTEST, quick=QUICK), 0
-    for _ in range(3 * WINDOW):
+    for _ in range(3 * REORDER_WINDOW):
         passed += arranged(order, "unknown", "quick")[0] == "quick"
         order.forget("quick")
-    assert 0 < passed <= WINDOW
+    assert 0 < passed <= REORDER_WINDOW
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_who_goes_first(schedule: str, unread: float, queue: str, expected: str)
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["arrival", "by SGLang in each pass"])
-@pytest.mark.parametrize(("other", "times"), [(QUICK, WINDOW), (READY, 4)])
+@pytest.mark.parametrize(("other", "times"), [(QUICK, REORDER_WINDOW), (READY, 4)])
 def test_who_was_overtaken_as_long_as_allowed_is_next(
     other: Serving, times: int, kept: bool
 ) -> None:
@@ -118,7 +118,7 @@ class World:
         request = Waiting(f"r{self._count}", rng.randrange(self._priorities))
         self.queue.append(request)
         if rng.random() < 0.9:
-            state = rng.choice([*STATES.values(), QUICK])._replace(unread=self._unread)
+            state = rng.choice([*STATES.values(), QUICK])._replace(unread_fraction=self._unread)
             self.states[request.rid] = state
             self.seconds[request.rid] = state.estimate.seconds(self._unread)
 
@@ -131,12 +131,12 @@ class World:
         before = [*self.queue]
         self.order.arrange(self.queue)
         assert Counter(self.queue) == Counter(before)
-        assert self.queue[WINDOW:] == before[WINDOW:]
+        assert self.queue[REORDER_WINDOW:] == before[REORDER_WINDOW:]
         for place, req in enumerate(self.queue):
             for other in {*self.queue[:place]} - {*before[: before.index(req)]}:
                 assert other.priority == req.priority and {req.rid, other.rid} <= {*self.seconds}
                 self.overtaken[req].add(other)
-                assert len(self.overtaken[req]) <= WINDOW
+                assert len(self.overtaken[req]) <= REORDER_WINDOW
                 seconds = sum(self.seconds[passed.rid] for passed in self.overtaken[req])
                 assert seconds <= self.seconds[req.rid] + 1e-9
         # Some are passed over, as where an adapter is not loaded; others are aborted.

@@ -26,7 +26,7 @@ from impress_sglang.storage.segment import (
     encode_header,
     read_header,
 )
-from impress_sglang.transfer.wanted import chunk_pages
+from impress_sglang.transfer.wanted import pages_per_chunk
 from tests.unit.kv_factory import make_info, make_shape, random_kvs, random_mapping, write_kvs
 
 FILES = FileSystem()
@@ -254,10 +254,10 @@ def test_raw_layers_are_the_same_beside_codes(layout: SegmentLayout) -> None:
         parts = [layout.parts(layer, codes=codes) for layer in range(shape.num_layers)]
         counts = [sum(part.num_pages for part in both) for both in parts]
         assert numbers == [sum(counts[:layer]) for layer in range(shape.num_layers)]
-        assert len(chunk_pages(layout, codes=codes)) == sum(counts) == total
+        assert len(pages_per_chunk(layout, codes=codes)) == sum(counts) == total
         sizes = [sum(part.num_bytes for part in both) for both in parts]
         assert layout.num_bytes(codes=codes) == sum(sizes)
-        assert layout.most_bytes(codes=codes) == max(sizes)
+        assert layout.max_bytes(codes=codes) == max(sizes)
         for layer in range(shape.first_raw, shape.num_layers):
             (rows,) = parts[layer]
             assert rows.group_bytes == shape.num_kv_heads * shape.dtype.itemsize * (

@@ -42,7 +42,7 @@ def test_each_segment_notes_its_own_tokens(shape: str, reader: BlockReader, tmp_
     selected = sources.random_tokens(case, 20, 3)
     scores = torch.rand(case.shape.num_query_heads, case.num_tokens)
 
-    case.source.note_selection(1, selected.numpy(), scores)
+    case.source.record_selection(1, selected.numpy(), scores)
 
     of_groups = scores.unflatten(0, (head_groups_of(case.shape), -1)).sum(1)
     noted = []

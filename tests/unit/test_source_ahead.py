@@ -50,7 +50,7 @@ class FakeSource:
         """As a `StoredSource` when a layer is read: memory of earlier ones is given back."""
         self.layer, self.next_ahead = layer, max(self.next_ahead, layer + 1)
         for earlier in [number for number in self.memory if number < layer]:
-            self.requests.pool.give(self.memory.pop(earlier), [])
+            self.requests.pool.put_back(self.memory.pop(earlier), [])
 
 
 class FakeRequests:
@@ -102,18 +102,18 @@ def test_requests_are_read_ahead_in_turn_as_long_as_there_is_room(
         runs, waits = source in requests.running, source in requests.waiting
         if step == "wait" and not (runs or waits):
             requests.waiting.append(source)
-            ahead.wait(source)
+            ahead.add_waiting(source)
         elif step == "join" and not runs:
             requests.waiting = [other for other in requests.waiting if other is not source]
             requests.running.append(source)
-            ahead.join(source)
+            ahead.add_running(source)
         elif step == "ask" and runs and source.layer + 1 < source.num_layers:
             source.ask_for(source.layer + 1)
         elif step == "leave" and (runs or waits):
             source.ask_for(source.num_layers)
             (requests.running if runs else requests.waiting).remove(source)
             sources[number] = FakeSource(requests, source.num_layers)
-            ahead.leave(source)
+            ahead.remove(source)
         elif step == "more room":
             requests.pool.limit_bytes += MIB
         ahead.top_up()
@@ -233,7 +233,7 @@ def test_rows_are_the_stored_bits_whatever_happens_meanwhile(
         memory = case.pool.take(case.source.layer_bytes, pytest.fail)
         assert memory is not None
         memory.view[:] = b"\xff" * len(memory)
-        case.pool.give(memory, [])
+        case.pool.put_back(memory, [])
         Requests(data, case).run("damage", "reopen")
         case.check_everything()
         case.close()

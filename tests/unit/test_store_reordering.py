@@ -40,7 +40,7 @@ def select(store: PartStore, tokens: tuple[int, ...], *chosen: int) -> None:
     for layer in range(shape.num_layers):
         read_rows(source, layer, selected)
         scores = torch.ones(head_groups_of(shape), len(tokens))
-        source.note_selection(layer, selected.numpy(), scores)
+        source.record_selection(layer, selected.numpy(), scores)
     store.close_source(source)
 
 
@@ -149,7 +149,7 @@ def test_the_key_decides_what_the_order_is_by(
     importance[:, 5] = 7.0
     head_groups = head_groups_of(bench.shape)
     for layer in range(bench.shape.num_layers):
-        source.note_selection(layer, np.tile(np.arange(8), (head_groups, 1)), importance)
+        source.record_selection(layer, np.tile(np.arange(8), (head_groups, 1)), importance)
     store.close_source(source)
     reorder(store)
     assert mapping_of(bench, store, tokens)[0].tolist() == [expected] * head_groups
@@ -327,7 +327,7 @@ def test_what_was_read_ahead_is_used_and_counted(bench: Workbench, no_gaps: None
     store = bench.open(readahead=0.5)
     bench.put(store, TOKENS)
     source = store.open_part(look_up(store, TOKENS), 0, 40, whole=True)
-    store.ahead.join(source)
+    store.ahead.add_running(source)
     assert source.next_ahead == source.num_layers
     wait_for_reads(source)
 

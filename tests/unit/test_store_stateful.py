@@ -94,7 +94,7 @@ class StoreMachine(StoreHistory):
     @precondition(lambda self: self.waiting)
     @rule()
     def begin_what_waits(self) -> None:
-        self.store.ahead.join(self.waiting.pop(0))
+        self.store.ahead.add_running(self.waiting.pop(0))
 
     @precondition(lambda self: self.sources)
     @rule(data=st.data())

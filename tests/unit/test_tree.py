@@ -154,7 +154,7 @@ def test_states_that_another_page_size_has_left_are_passed_over(
         put(f"state {end}", [-1, -1], P[:end])
     service: Any = SimpleNamespace(config=None, store=SimpleNamespace(tree=tree))
     planner = LoadPlanner(service, page, states=True)
-    assert planner.usable(tree.match("", as_tokens(P))) == usable
+    assert planner.usable_tokens(tree.match("", as_tokens(P))) == usable
 
 
 def path_of(segment: StoredSegment) -> Path:

@@ -9,7 +9,7 @@ import torch
 
 from impress_sglang.blend.job import BlendJob
 from impress_sglang.blend.planner import BlendPlanner
-from impress_sglang.blend.plugin.steps import BLOCK_TOKENS, BlendSteps
+from impress_sglang.blend.plugin.steps import STEP_TOKENS, BlendSteps
 from impress_sglang.cost import RequestLengths
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.prefix_loads import PrefixLoads
@@ -38,13 +38,13 @@ class BlendLoads(PrefixLoads):
             service,
             rotation_of(model, "--impress-blend"),
             self._cache.page_size,
-            BLOCK_TOKENS,
+            STEP_TOKENS,
             # On the loader thread, which owns the read buffers.
             lambda spans: self._loader.measure(service.store, spans, exact=False),
         )
         pool = self._cache.token_to_kv_pool_allocator.get_kvcache()
         chunk = scheduler.chunked_prefill_size
-        chunk = BLOCK_TOKENS if chunk is None or chunk <= 0 else min(chunk, BLOCK_TOKENS)
+        chunk = STEP_TOKENS if chunk is None or chunk <= 0 else min(chunk, STEP_TOKENS)
         layers, start = PoolLayers(pool), pool.start_layer
         self._steps = BlendSteps(
             model,
@@ -60,8 +60,8 @@ class BlendLoads(PrefixLoads):
         plain_job = super()._plan_of(tracked, tokens, resident)
         if not tracked.blends:
             return plain_job
-        request = tracked.namespace, tracked.space, tokens, resident
-        alternative = plain_job if plain_job is not None and plain_job.loads else None
+        request = tracked.namespace, tracked.key_scope, tokens, resident
+        alternative = plain_job if plain_job is not None and plain_job.worthwhile else None
         blend = self.planner.plan(*request, alternative, tracked.kv_class, tracked.options.blend)
         tracked.why_no_blend = None if isinstance(blend, BlendJob) else blend
         return blend if isinstance(blend, BlendJob) else plain_job
@@ -77,7 +77,7 @@ class BlendLoads(PrefixLoads):
 
     def step(self) -> bool:
         """Compute a block of the first job that has been read, if there is one."""
-        job = next((job for job in self.jobs.computing if not self._waits(job)), None)
+        job = next((job for job in self.jobs.computing if not self._must_wait(job)), None)
         if job is None:
             return False
         assert isinstance(job, BlendJob)
@@ -86,12 +86,12 @@ class BlendLoads(PrefixLoads):
             self.jobs.end_computing(job, state)
         return True
 
-    def _note_end(self, job: LoadJob) -> None:
-        super()._note_end(job)
+    def _on_job_end(self, job: LoadJob) -> None:
+        super()._on_job_end(job)
         if isinstance(job, BlendJob) and job.state is JobState.LOADED and not job.revoked:
-            work = RequestLengths(job.start, len(job), job.new)
+            work = RequestLengths(job.start, len(job), job.num_new)
             computed = job.token_layers / self._service.shape.num_layers
-            self._service.estimator.note_blend(work, computed, job.seconds)
+            self._service.estimator.observe_blend(work, computed, job.seconds)
 
     def _decline(self, tracked: TrackedRequest, job: LoadJob) -> None:
         if isinstance(job, BlendJob):
@@ -109,18 +109,18 @@ class BlendLoads(PrefixLoads):
             tracked.planned = False
         self.jobs.give_up(job)
 
-    def _waits(self, job: LoadJob) -> bool:
+    def _must_wait(self, job: LoadJob) -> bool:
         """Whether tokens before a job may still be loading into their slots."""
-        return any(other.space == job.space for other in self._early_admission.jobs)
+        return any(other.key_scope == job.key_scope for other in self._early_admission.jobs)
 
     def _step(self, job: BlendJob) -> JobState | None:
         """Compute a block; return the final state of the job, if it has ended."""
         max_seconds = self._service.config.blend_seconds
         try:
             if job.row is None:
-                assert job.slots is not None
-                path = self._cache.path_device_indices(job.hold.node)[: job.start]
-                job.row = torch.cat([path.to(torch.int64), job.slots])
+                assert job.owned_slots is not None
+                path = self._cache.path_device_indices(job.lock.node)[: job.start]
+                job.row = torch.cat([path.to(torch.int64), job.owned_slots])
             if self._steps.step(job):
                 return JobState.LOADED
         except Exception as error:

@@ -30,14 +30,14 @@ from impress_sglang.blend.job import (
     BlendJob,
     TokenKind,
     computed_again,
-    share_of_layer,
+    ratio_of_layer,
 )
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.loops.types import Indices
 from impress_sglang.plugin.rotation import rotation_of
 
 # Bounds of the tokens of a block; the lower one holds however long it takes.
-BLOCK_TOKENS = 2048
+STEP_TOKENS = 2048
 MIN_TOKENS = 32
 # Most elements of an attention mask, to bound its memory.
 MASK_ELEMENTS = 1 << 24
@@ -100,8 +100,8 @@ class BlendSteps(AttentionBackend):
         self.token_to_kv_pool = pool
         self._model, self._layers, self._num_layers = model, layers, num_layers
         self._stream, self._max_seconds = forward_stream, max_seconds
-        self._max_block = max_block = min(max_tokens, BLOCK_TOKENS)
-        self.block_tokens = max(int(FIRST_SHARE * max_block), min(MIN_TOKENS, max_block))
+        self._max_step = max_block = min(max_tokens, STEP_TOKENS)
+        self.step_tokens = max(int(FIRST_SHARE * max_block), min(MIN_TOKENS, max_block))
         """Tokens of a block, such that it takes no longer than a chunk of prefill."""
 
     def step(self, job: BlendJob) -> bool:
@@ -113,24 +113,24 @@ class BlendSteps(AttentionBackend):
             seconds = time.perf_counter() - began - waiting
             job.spent += seconds
             job.position = int(rows[-1]) + 1
-            self.note_block(len(rows), seconds, self._max_seconds(job.position))
+            self.observe_step(len(rows), seconds, self._max_seconds(job.position))
             rows = self._next_rows(job)
         return not len(rows)
 
-    def note_block(self, tokens: int, seconds: float, max_seconds: float | None) -> None:
+    def observe_step(self, tokens: int, seconds: float, max_seconds: float | None) -> None:
         """Adapt the block size to a block that took `seconds`; `max_seconds`: its limit, if
         known."""
         if max_seconds is not None and seconds > max_seconds:
-            fewer = int(min(tokens, self.block_tokens) * max_seconds / seconds)
-            self.block_tokens = max(fewer, min(MIN_TOKENS, self._max_block))
-        elif tokens >= self.block_tokens and (max_seconds is None or 2 * seconds <= max_seconds):
-            self.block_tokens = min(2 * self.block_tokens, self._max_block)
+            fewer = int(min(tokens, self.step_tokens) * max_seconds / seconds)
+            self.step_tokens = max(fewer, min(MIN_TOKENS, self._max_step))
+        elif tokens >= self.step_tokens and (max_seconds is None or 2 * seconds <= max_seconds):
+            self.step_tokens = min(2 * self.step_tokens, self._max_step)
 
     def _next_rows(self, job: BlendJob) -> Indices:
         """Return the positions of the next block's tokens."""
         kinds = job.kinds[job.position - job.start :]
-        computed = kinds != TokenKind.KEPT if job.share else kinds == TokenKind.COMPUTED
-        return job.position + np.flatnonzero(computed)[: self.block_tokens]
+        computed = kinds != TokenKind.KEPT if job.recompute_ratio else kinds == TokenKind.COMPUTED
+        return job.position + np.flatnonzero(computed)[: self.step_tokens]
 
     def _compute(self, job: BlendJob, rows: Indices) -> float:
         """Compute a block; return the seconds that the device was busy with other work before."""
@@ -163,11 +163,11 @@ class BlendSteps(AttentionBackend):
                     )
             except StepComputed:
                 return
-            if not self._going_on.any():
+            if not self._continues.any():
                 return
-            if not self._going_on.all():
-                batch = _with_rows(batch, torch.from_numpy(self._going_on).to(device), start)
-                self._rows = self._rows[self._going_on]
+            if not self._continues.all():
+                batch = _with_rows(batch, torch.from_numpy(self._continues).to(device), start)
+                self._rows = self._rows[self._continues]
 
     def forward(
         self,
@@ -194,12 +194,13 @@ class BlendSteps(AttentionBackend):
         key_pool, value_pool = self._layers(index)
         slots = job.row[torch.from_numpy(rows).to(job.row.device)]
         going_on = np.ones(len(rows), np.bool_)
-        if job.share and index >= CHECKED_LAYERS - 1:
+        if job.recompute_ratio and index >= CHECKED_LAYERS - 1:
             deviation = _squares(keys - key_pool[slots]) + _squares(values - value_pool[slots])
             reused = job.kinds[rows - job.start] == TokenKind.REUSED
-            count = round(share_of_layer(job.share, index + 1, self._num_layers) * self._reused)
+            ratio = ratio_of_layer(job.recompute_ratio, index + 1, self._num_layers)
+            count = round(ratio * self._reused)
             going_on = computed_again(reused, deviation.cpu().numpy(), count)
-        self._going_on = going_on
+        self._continues = going_on
         key_pool[slots] = keys.to(key_pool.dtype)
         value_pool[slots] = values.to(value_pool.dtype)
         if index == self._num_layers - 1:

@@ -127,7 +127,7 @@ def code_keys(keys: Tensor, rate: int, energy: Tensor | None = None) -> Codes:
     low, step = _range(groups.amin(1), groups.amax(1))
     codes = _code(groups, low[:, None], step[:, None])
     weight = step.float().square()
-    pairs = pairs_of(weight if energy is None else weight * energy, rate)
+    pairs = allocate_bit_pairs(weight if energy is None else weight * energy, rate)
     return Codes(codes.flatten(0, 1)[:num_tokens], low, step, MIN_BITS + PAIR_BITS * pairs)
 
 
@@ -139,7 +139,7 @@ def code_values(values: Tensor, rate: int) -> Codes:
     return Codes(codes, low, step, torch.tensor(rate, dtype=torch.uint8, device=codes.device))
 
 
-def pairs_of(weight: Tensor, rate: int) -> Tensor:
+def allocate_bit_pairs(weight: Tensor, rate: int) -> Tensor:
     """Return the number of pairs kept of each channel, uint8 [groups, G, D]: those that gain most.
 
     The squared error of a channel counts in proportion to `weight`, float32 [groups, G, D].

@@ -251,7 +251,7 @@ class ImpressStorage(HiCacheStorage):
     def _get(self, name: str, hashes: list[str], host_indices: Tensor | None) -> list[bool]:
         pool = self.pools[name]
         put = pool.pool.set_from_flat_data_page
-        return self._moved(
+        return self._copy_pages(
             pool,
             hashes,
             host_indices,
@@ -264,7 +264,7 @@ class ImpressStorage(HiCacheStorage):
     def _set(self, name: str, hashes: list[str], host_indices: Tensor | None) -> list[bool]:
         pool = self.pools[name]
         page_at = pool.pool.get_data_page
-        return self._moved(
+        return self._copy_pages(
             pool,
             hashes,
             host_indices,
@@ -274,7 +274,7 @@ class ImpressStorage(HiCacheStorage):
             ),
         )
 
-    def _moved(
+    def _copy_pages(
         self,
         pool: _Pool,
         hashes: list[str],
@@ -309,7 +309,7 @@ class PageStoreGuard:
         """`scheduler` is SGLang's, which need not be complete."""
         self._scheduler = scheduler
         self.identity = ""
-        self.aside: str | None = None
+        self.suspended_by: str | None = None
         self._backend: ImpressStorage | None = None
         self._pages: PageStore | None = None
 
@@ -336,7 +336,7 @@ class PageStoreGuard:
     @property
     def pages(self) -> PageStore | None:
         """The pages of these weights; None while the weights change, or without a backend."""
-        return None if self.aside is not None else self._pages
+        return None if self.suspended_by is not None else self._pages
 
     def attach(self, backend: ImpressStorage) -> None:
         """Open the pages of these weights, and later of new ones, for HiCache's backend."""
@@ -356,8 +356,8 @@ class PageStoreGuard:
         wrapper = self._scheduler.flush_wrapper
         wrapper._flush_cache = functools.partial(self._flush, wrapper._flush_cache, watch, ranks)
 
-    def take_over(self) -> None:
-        """See `Service.take_over`: there is nothing to wait for."""
+    def adopt_opened(self) -> None:
+        """See `Service.adopt_opened`: there is nothing to wait for."""
 
     def reopen(self, identity: str) -> None:
         """Serve other weights; if their pages cannot be opened, the next flush tries again."""
@@ -375,7 +375,7 @@ class PageStoreGuard:
 
     def resume(self) -> None:
         """Resume reads and writes: all KVs of HiCache belong to `identity`."""
-        self.aside = None
+        self.suspended_by = None
 
     def _flush(self, flush: Callable[[], bool], watch: WeightWatch, ranks: Ranks) -> bool:
         flushed = flush()

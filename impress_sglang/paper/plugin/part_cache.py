@@ -35,8 +35,8 @@ from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.request_tracker import TrackedRequest, as_tokens
 from impress_sglang.plugin.tree_cache import ImpressTreeCache
 from impress_sglang.plugin.unsupported import check_layers, check_options
-from impress_sglang.serving.report import estimate_fields, split_again
-from impress_sglang.serving.why import Reason, say
+from impress_sglang.serving.report import estimate_fields, split_reported
+from impress_sglang.serving.why import Reason, sentence_for
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.store.policies import make_policy
 
@@ -112,7 +112,7 @@ class PartCache(ImpressTreeCache):
         self._plans.pop(req.rid, None)
         refused = tracked.load_failed or tracked.report["not_served"] is not None
         # Copy the tokens only if the prompt may be stored.
-        if refused or not self.planner.looks_for(len(params.key)):
+        if refused or not self.planner.looks_up(len(params.key)):
             return resident
         tokens = as_tokens(params.key.raw_token_ids())
         match = self.planner.match(tracked.namespace, tokens, EXACT)
@@ -120,8 +120,8 @@ class PartCache(ImpressTreeCache):
         plan = self.service.plan(match, start, len(tokens) + 1, tracked.options)
         if plan is None:
             return resident
-        tracked.report.update(estimate_fields(plan.estimate, loads=plan.loads))
-        if not plan.loads:
+        tracked.report.update(estimate_fields(plan.estimate, loads=plan.worthwhile))
+        if not plan.worthwhile:
             return resident
         self._plans[req.rid] = plan
         return resident._replace(device_prefix_len=plan.stop - plan.k, host_hit_length=plan.k)
@@ -147,7 +147,7 @@ class PartCache(ImpressTreeCache):
         if taken is None:
             store.close_source(source)
             return None
-        store.ahead.join(source)
+        store.ahead.add_running(source)
         tracked.load_failed = False
         parts = {"resident": plan.start, "loaded": k, "unused": stored - k}
         tracked.report.update(
@@ -156,7 +156,7 @@ class PartCache(ImpressTreeCache):
             used_tokens=plan.start + k,
             stored_tokens=stored,
             loaded_tokens=k,
-            tokens=split_again(tracked.report, **parts),
+            tokens=split_reported(tracked.report, **parts),
             # SGLang may have retracted it: what it loaded then is loaded again.
             **NOTHING_LOADED,
         )
@@ -197,7 +197,7 @@ class PartCache(ImpressTreeCache):
         SGLang does the same if an external cache could not load.
         """
         tracked = self._tracked[rid]
-        tracked.report["why"], tracked.timing_invalid = say(Reason.DAMAGED), True
+        tracked.report["why"], tracked.timing_invalid = sentence_for(Reason.DAMAGED), True
         tracked.req.discard_output_reason = FINISH_ABORT("its prefix cannot be loaded; ask again")
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
@@ -231,7 +231,7 @@ class PartCache(ImpressTreeCache):
         self.service.poll()
         if self.service.opened is not None:
             self.service.opened.ahead.top_up()
-        self.service.tell_metrics()
+        self.service.publish_metrics()
 
     def _forget(self, tracked: TrackedRequest) -> None:
         """Count a request that has ended, and learn the cost of its load."""
