@@ -136,10 +136,7 @@ PANELS = (
         "bytes",
     ),
     Panel(
-        "Bytes on SSD",
-        "Used of the quota.",
-        {"{{kind}}": gauge("store_bytes", "kind")},
-        "bytes",
+        "Bytes on SSD", "Used of the quota.", {"{{kind}}": gauge("store_bytes", "kind")}, "bytes"
     ),
     Panel(
         "Segments",
@@ -152,7 +149,7 @@ PANELS = (
         {
             "{{tier}}": gauge("cache_bytes", "tier", 'kind="used"')
             + " / "
-            + gauge("cache_bytes", "tier", 'kind="capacity"'),
+            + gauge("cache_bytes", "tier", 'kind="capacity"')
         },
         "percentunit",
     ),

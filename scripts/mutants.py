@@ -338,14 +338,7 @@ def main() -> None:
     options = parser.parse_args()
     options.json.parent.mkdir(parents=True, exist_ok=True)
     plugin = Mutants(options)
-    arguments = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "--timeout=0",
-    ]
+    arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=0"]
     arguments += ["-m", "not serving", *options.tests]
     pytest.main(arguments, plugins=[plugin])
     counts = Counter(plugin.said.values())

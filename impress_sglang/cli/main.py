@@ -10,14 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from impress_sglang.cli import (
-    DAMAGED,
-    DONE,
-    EXIT_STATUS,
-    INTERRUPTED,
-    CommandError,
-    Unreachable,
-)
+from impress_sglang.cli import DAMAGED, DONE, EXIT_STATUS, INTERRUPTED, CommandError, Unreachable
 from impress_sglang.cli.bench import measure
 from impress_sglang.cli.server import Server
 from impress_sglang.config import BITS, BOTH, CODES, DEFAULT_SSD_DIR, USUAL_BITS

@@ -47,8 +47,7 @@ CACHES = tuple_type(
     HEAPS,
 )
 JOURNAL = tuple_type(
-    Journal,
-    "int64[::1], uint8[::1], int64[::1], int64[::1], uint8[::1], int64[::1], int64[::1]",
+    Journal, "int64[::1], uint8[::1], int64[::1], int64[::1], uint8[::1], int64[::1], int64[::1]"
 )
 
 

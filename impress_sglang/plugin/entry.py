@@ -220,11 +220,7 @@ HOOKS = tuple(
         ("around", f"{_TOKENIZER}._create_tokenized_object", "truncation.around_tokenized"),
         # The scheduler, and its queue.
         ("around", f"{_MANAGERS}.scheduler.Scheduler.__init__", _around_init),
-        (
-            "after",
-            f"{_MANAGERS}.scheduler.Scheduler.maybe_init_draft_worker",
-            _after_draft_worker,
-        ),
+        ("after", f"{_MANAGERS}.scheduler.Scheduler.maybe_init_draft_worker", _after_draft_worker),
         (
             "after",
             f"{_MANAGERS}.schedule_policy.SchedulePolicy.calc_priority",

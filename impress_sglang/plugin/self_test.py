@@ -79,11 +79,7 @@ class _ExpectedRows:
 
 
 def check_kvs(
-    runners: Sequence[Any],
-    layers: PoolLayers,
-    policy: str,
-    shape: KVShape,
-    codec: Codec | None,
+    runners: Sequence[Any], layers: PoolLayers, policy: str, shape: KVShape, codec: Codec | None
 ) -> float:
     """Store and load random KVs; returns the seconds that this took.
 

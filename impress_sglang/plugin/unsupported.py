@@ -52,10 +52,7 @@ _VALUES: Rules = {
         "disaggregation_mode",
         ("prefill", "null"),
     ),
-    "needs a model and its KVs in one place": (
-        "dcp_size attn_cp_size moe_dp_size dwdp_size",
-        (1,),
-    ),
+    "needs a model and its KVs in one place": ("dcp_size attn_cp_size moe_dp_size dwdp_size", (1,)),
     "stores KVs of 8 to 32 bits, without scales of their own": (
         "kv_cache_dtype",
         ("auto", "bfloat16", "bf16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"),
@@ -80,26 +77,23 @@ _WEIGHTS_SEEN: Rules = {
 _BESIDE: dict[str, Rules] = {
     "--impress-policy --impress-blend --impress-schedule": {
         "decides by itself what it blends, puts first or loads in part, and several ranks could "
-        "not agree": ("tp_size pp_size", (1,)),
+        "not agree": ("tp_size pp_size", (1,))
     },
     "--impress-policy --impress-blend": {
         "has no KVs to send of what it blends or loads in part": ("disaggregation_mode", ("null",)),
-        "blends and loads parts with the model's own weights": (
-            "enable_lora lora_paths",
-            _IS_OFF,
-        ),
+        "blends and loads parts with the model's own weights": ("enable_lora lora_paths", _IS_OFF),
     },
     "--impress-blend": {
-        "blends the KVs of models without drafts": ("speculative_algorithm", (None, "NGRAM")),
+        "blends the KVs of models without drafts": ("speculative_algorithm", (None, "NGRAM"))
     },
     "--impress-basis": {
-        "predicts a layer from the one below, which another stage may have": ("pp_size", (1,)),
+        "predicts a layer from the one below, which another stage may have": ("pp_size", (1,))
     },
     "--impress-schedule": {
-        "changes places in some orders": ("schedule_policy", ("fcfs", "lpm", "dfs-weight", "hrrn")),
+        "changes places in some orders": ("schedule_policy", ("fcfs", "lpm", "dfs-weight", "hrrn"))
     },
     "--impress-truncate": {
-        "cuts the oldest part of a prompt, and not its end": ("allow_auto_truncate", _IS_OFF),
+        "cuts the oldest part of a prompt, and not its end": ("allow_auto_truncate", _IS_OFF)
     },
     "--pp-size": {
         "knows no drafts of a pipeline, whose last stage alone makes them": (

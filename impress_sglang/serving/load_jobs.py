@@ -256,10 +256,7 @@ class JobLoader:
     """Runs jobs, one after the other, on a thread of its own."""
 
     def __init__(
-        self,
-        device: torch.device,
-        layers: StoredLayers,
-        codec: Codec | None = None,
+        self, device: torch.device, layers: StoredLayers, codec: Codec | None = None
     ) -> None:
         """`device`: device of the pools; `codec` restores codes, if any."""
         self.wake = threading.Event()
@@ -363,12 +360,7 @@ class JobLoader:
             self._end(job, JobState.FAILED, bug)
 
     def _load_layer(
-        self,
-        layer: int,
-        job: LoadJob,
-        source: WholeSource,
-        slots: Tensor,
-        after: AfterFill | None,
+        self, layer: int, job: LoadJob, source: WholeSource, slots: Tensor, after: AfterFill | None
     ) -> None:
         if job.revoked:
             raise JobRevoked

@@ -359,9 +359,7 @@ class BucketPeer:
         oldest, count = list[ObjectMeta](), 64 + len(listed) * excess // listed_bytes
         while sum(entry.size for entry in oldest) < excess:
             oldest = heapq.nsmallest(
-                count,
-                listed.values(),
-                lambda entry: (entry.modified, entry.name),
+                count, listed.values(), lambda entry: (entry.modified, entry.name)
             )
             count *= 2
         for entry in oldest:

@@ -34,12 +34,7 @@ def weights_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def model_identity(
-    *,
-    weights: str,
-    architecture: Mapping[str, object],
-    shape: object,
-    tp_rank: int,
-    tp_size: int,
+    *, weights: str, architecture: Mapping[str, object], shape: object, tp_rank: int, tp_size: int
 ) -> str:
     """Return the name of a model's store, 32 hex digits.
 

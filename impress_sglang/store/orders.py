@@ -107,10 +107,7 @@ class Pins:
         return None
 
     def unpin(
-        self,
-        namespace: str | None = None,
-        tokens: Tokens | None = None,
-        before: float = math.inf,
+        self, namespace: str | None = None, tokens: Tokens | None = None, before: float = math.inf
     ) -> int:
         """Unpin the prefixes that begin with these tokens; returns their number.
 

@@ -28,12 +28,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.storage.segment import (
-    STATE_TOKEN,
-    SegmentInfo,
-    Tokens,
-    common_prefix_len,
-)
+from impress_sglang.storage.segment import STATE_TOKEN, SegmentInfo, Tokens, common_prefix_len
 from impress_sglang.store.content import ContentIndex
 from impress_sglang.store.eviction_order import EvictionOrder
 from impress_sglang.store.stored import (
@@ -333,11 +328,7 @@ class StoredTree:
             del self.bytes_by_namespace[segment.info.namespace]
 
     def _make_tombstone(
-        self,
-        lost: StoredSegment,
-        start: int,
-        children: Children,
-        parent: StoredSegment | None,
+        self, lost: StoredSegment, start: int, children: Children, parent: StoredSegment | None
     ) -> None:
         """Make a tombstone of the tokens of a lost segment from position `start` of the prompt to
         its last child in `children`, if it has any."""

@@ -101,12 +101,7 @@ class StoredSource(abc.ABC):
     """Reads layers of spans of segments in ascending order, with one kind of chunks."""
 
     def __init__(
-        self,
-        spans: Sequence[OpenSpan],
-        pool: BufferPool,
-        cache: ChunkCache,
-        *,
-        codes: bool,
+        self, spans: Sequence[OpenSpan], pool: BufferPool, cache: ChunkCache, *, codes: bool
     ) -> None:
         """Start before the first layer of one or more consecutive spans.
 

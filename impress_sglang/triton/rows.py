@@ -138,8 +138,7 @@ def restore(
 
 # Numbers of tokens differ between launches, those of components between layers.
 @triton.jit(
-    do_not_specialize=["row_stride", "count", "components"],
-    do_not_specialize_on_alignment=["rows"],
+    do_not_specialize=["row_stride", "count", "components"], do_not_specialize_on_alignment=["rows"]
 )
 def _unpack_kernel(
     rows: tl.tensor, row_stride: tl.tensor, count: tl.tensor, components: tl.tensor,

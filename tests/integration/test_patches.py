@@ -78,10 +78,7 @@ def run(extend: Extend, batch: SimpleNamespace, **options: Any) -> Tensor:
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("window", [None, -1, 0, 5, 500])
 def test_causal_results_are_the_same(
-    extends: tuple[Extend, ...],
-    lengths: list[tuple[int, int]],
-    kv_heads: int,
-    window: int | None,
+    extends: tuple[Extend, ...], lengths: list[tuple[int, int]], kv_heads: int, window: int | None
 ) -> None:
     batch = make_batch(lengths, 4, kv_heads, 16)
     options = {"causal": True, "sliding_window_size": window}

@@ -141,10 +141,7 @@ def test_without_the_flag_nothing_changes(llama: Path) -> None:
     ("flags", "word"),
     [
         (["--pp-size=2", "--disaggregation-mode=prefill"], "has no stages that prefill"),
-        (
-            ["--pp-size=2", "--tp-size=2", "--dp-size=2", "--enable-dp-attention"],
-            "has no stages",
-        ),
+        (["--pp-size=2", "--tp-size=2", "--dp-size=2", "--enable-dp-attention"], "has no stages"),
         (["--kv-cache-dtype=fp8_e4m3", "--impress-bits=6"], "drop --impress-bits 6"),
         ([PARTS, "--attention-backend=wave"], "and this server has wave"),
         ([PARTS, "--speculative-algorithm=NGRAM"], "passes without drafts"),

@@ -44,13 +44,7 @@ WISHES: dict[str, dict[str, Any]] = {
     "blend": {"impress_retention": 1.0, "impress_bits": 6, "impress_blend": 0.15},
 }
 
-COUNTED = (
-    "approximate",
-    "prefix_tokens",
-    "loaded_tokens",
-    "blended_tokens",
-    "ssd_bytes",
-)
+COUNTED = ("approximate", "prefix_tokens", "loaded_tokens", "blended_tokens", "ssd_bytes")
 
 # What SGLang says when requests are retracted, which lives here do on purpose.
 NOT_RETRACTED = "Beam groups cannot be retracted"

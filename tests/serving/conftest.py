@@ -18,10 +18,7 @@ from tests.serving.tiny_tokenizer import add_tokenizer
 CRAMPED = ("--max-total-tokens=9000", "--disable-overlap-schedule", "--chunked-prefill-size=512")
 WORDLESS = "--skip-tokenizer-init"
 # A busy machine would compute some, because blending took too long before.
-BLENDS = (
-    *("--impress-blend=0.15", "--impress-blend-min-tokens=128"),
-    "--impress-blend-seconds=60",
-)
+BLENDS = (*("--impress-blend=0.15", "--impress-blend-min-tokens=128"), "--impress-blend-seconds=60")
 TINY_FLAGS = ("--dtype=float32", WORDLESS, "--max-running-requests=16")
 
 

@@ -18,13 +18,7 @@ from bench.core.session import BenchFailed
 from tests.damage import retract, take_away
 from tests.fault_control import FAULTS, FaultControl
 from tests.serving.clients import ENDED_IN_PASS, PART, Client
-from tests.serving.harness import (
-    Zygote,
-    metrics_of,
-    running,
-    schedulers_of,
-    tail,
-)
+from tests.serving.harness import Zygote, metrics_of, running, schedulers_of, tail
 from tests.serving.traffic import read_answer
 from tests.serving.watch import Footprint, Watch, segment_sizes
 from tests.serving.world import KILL, MIXED, World

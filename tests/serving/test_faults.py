@@ -131,10 +131,7 @@ def test_short_reads_and_slow_disks_cost_time_only(bench: Bench) -> None:
         assert bench.control.hits()[rule.name]
 
 
-WRITES = {
-    "read-only remount": read_only(),
-    "writes hang": [Rule("hang", "write", "*.tmp")],
-}
+WRITES = {"read-only remount": read_only(), "writes hang": [Rule("hang", "write", "*.tmp")]}
 
 
 @pytest.mark.parametrize("rules", WRITES.values(), ids=WRITES)

@@ -206,10 +206,7 @@ def test_a_server_ends_while_a_job_runs(serve: Serve) -> None:
     """And what is stored is there when it starts again."""
     prompt = [*random_tokens(1500, seed=141), 5]
     flags = ("--impress-bits=exact", *NO_CACHES)
-    with (
-        ThreadPoolExecutor(1) as pool,
-        serve("ends", *flags, preload=BENCH, quiet=False) as server,
-    ):
+    with ThreadPoolExecutor(1) as pool, serve("ends", *flags, preload=BENCH, quiet=False) as server:
         server.store_prompts(prompt[:-1])
         server.emulate_ssd(0.3)
         asked = pool.submit(server.ask, prompt, 1)

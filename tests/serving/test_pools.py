@@ -185,12 +185,7 @@ def assert_outlasts(
         server.assert_whole()
 
 
-MAKERS = {
-    "STANDALONE": make_draft,
-    "EAGLE": make_eagle,
-    "EAGLE3": make_eagle3,
-    "NEXTN": make_mtp,
-}
+MAKERS = {"STANDALONE": make_draft, "EAGLE": make_eagle, "EAGLE3": make_eagle3, "NEXTN": make_mtp}
 TRITON = ("--attention-backend=triton", "--triton-attention-num-kv-splits=2")
 
 

@@ -74,12 +74,7 @@ class LoadedLayer:
 
 
 def dense_weights(
-    queries: Tensor,
-    keys: Tensor,
-    scaling: float,
-    *,
-    causal: bool = True,
-    window: int | None = None,
+    queries: Tensor, keys: Tensor, scaling: float, *, causal: bool = True, window: int | None = None
 ) -> np.ndarray:
     """Of attention, as the definition says: float64 [n, Hq, m], of one query and head at a time."""
     q, k = (tensor.double().cpu().numpy() for tensor in (queries, keys))
@@ -103,12 +98,7 @@ def dense_sums(
 
 
 def read_rows(
-    source: PartSource,
-    layer: int,
-    tokens: Tensor | None,
-    *,
-    keys: bool = True,
-    values: bool = True,
+    source: PartSource, layer: int, tokens: Tensor | None, *, keys: bool = True, values: bool = True
 ) -> tuple[Tensor | None, Tensor | None]:
     """What a source gives for some tokens [head groups, k], None for all.
 

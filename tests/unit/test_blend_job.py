@@ -68,11 +68,7 @@ class Desk(load_desk.Desk):
         self.estimator = Estimator(64)
         config = make_config(root, **self.options)
         service: Any = SimpleNamespace(
-            config=config,
-            shape=self.shape,
-            store=self.store,
-            in_use=True,
-            estimator=self.estimator,
+            config=config, shape=self.shape, store=self.store, in_use=True, estimator=self.estimator
         )
         self.policy = make_policy(config)
         self.planner = BlendPlanner(service, ROTATION, 1, block, lambda spans: None)

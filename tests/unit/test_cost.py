@@ -28,13 +28,7 @@ from impress_sglang.paper.service import LoadCosts
 HIDDEN_SIZE = 2048
 
 # Seconds per piece, bytes per second: an NVMe drive, SATA, and volumes over a network.
-DEVICES = [
-    (20e-6, 7e9),
-    (100e-6, 500e6),
-    (500e-6, 250e6),
-    (5e-3, 150e6),
-    (10e-6, 100e6),
-]
+DEVICES = [(20e-6, 7e9), (100e-6, 500e6), (500e-6, 250e6), (5e-3, 150e6), (10e-6, 100e6)]
 
 
 @pytest.mark.parametrize(("latency", "bandwidth"), DEVICES)

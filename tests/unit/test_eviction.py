@@ -48,10 +48,7 @@ HISTORIES = {
         9,
         "limit 2, -b9, a1, -a2, +a3, a4, left b9 a3 a4",
     ),
-    "a tenant does not give up what is being read": (
-        9,
-        "limit 2, a2, a4, open a2, a6, left a2 a6",
-    ),
+    "a tenant does not give up what is being read": (9, "limit 2, a2, a4, open a2, a6, left a2 a6"),
     "who has more than it may goes first, and not for more than is too much": (
         4,
         "b1, a2, a3, a4, limit 2, c5, left b1 a3 a4 c5, c6, left a3 a4 c5 c6",
@@ -92,10 +89,7 @@ class History:
 
     def __init__(self, bench: Workbench, room: int) -> None:
         self.bench, self.lookahead = bench, LookAhead()
-        self.options: dict[str, Any] = {
-            "ssd_gb": gb(room * bench.one),
-            "lookahead": self.lookahead,
-        }
+        self.options: dict[str, Any] = {"ssd_gb": gb(room * bench.one), "lookahead": self.lookahead}
         self.store: PartStore = bench.open(**self.options)
         self.named: set[str] = set()
         self.sources: list[PartSource] = []

@@ -37,10 +37,7 @@ LEVELS = (
 # What the package itself imports: its public names.
 PUBLIC = {"errors", "config"}
 # Parts that not every server has, and the one module that chooses whether a server has them.
-OPTIONAL = {
-    "paper": "impress_sglang.plugin.entry",
-    "blend": "impress_sglang.plugin.factory",
-}
+OPTIONAL = {"paper": "impress_sglang.plugin.entry", "blend": "impress_sglang.plugin.factory"}
 
 
 def unit_of(module: str) -> str:

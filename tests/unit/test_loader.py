@@ -21,11 +21,7 @@ from impress_sglang.paper.history import (
     chunk_shares,
     mapping_lists,
 )
-from impress_sglang.paper.scores import (
-    agreed_tokens,
-    retained_tokens,
-    top_tokens,
-)
+from impress_sglang.paper.scores import agreed_tokens, retained_tokens, top_tokens
 from impress_sglang.storage.layout import KVShape, SegmentLayout
 from tests.unit import kv_factory as kv
 from tests.unit.kv_factory import make_shape

@@ -61,8 +61,7 @@ def test_each_segment_notes_its_own_tokens(shape: str, reader: BlockReader, tmp_
 
 @pytest.mark.usefixtures("no_gaps")
 @pytest.mark.parametrize(
-    ("shape", "reordered"),
-    [("cut-rows", False), ("cut-rows", True), ("no-probe-cut-rows", True)],
+    ("shape", "reordered"), [("cut-rows", False), ("cut-rows", True), ("no-probe-cut-rows", True)]
 )
 def test_a_flipped_byte_hurts_the_rows_of_its_block_alone(
     reader: BlockReader, tmp_path: Path, shape: str, reordered: bool

@@ -78,10 +78,7 @@ class FakeRequests:
         )
 
 
-STEPS = st.tuples(
-    st.sampled_from(["join", "wait", "ask", "leave", "more room"]),
-    st.integers(0, 3),
-)
+STEPS = st.tuples(st.sampled_from(["join", "wait", "ask", "leave", "more room"]), st.integers(0, 3))
 
 
 @example(room=2, steps=[("join", 0), ("join", 1), ("ask", 0), ("ask", 0)], enabled=True)

@@ -96,8 +96,7 @@ def test_a_short_rest_is_not_worth_a_file(
 
 
 @pytest.mark.parametrize(
-    ("known", "expected"),
-    [(".oo", (3, 20)), (".oo.o", (3, 9)), ("x", (0, 0)), (".ox", (3, 6))],
+    ("known", "expected"), [(".oo", (3, 20)), (".oo.o", (3, 9)), ("x", (0, 0)), (".ox", (3, 6))]
 )
 def test_holes_next_to_each_other_are_filled_at_once(known: str, expected: tuple[int, int]) -> None:
     """Three tokens each: `.` is stored, `o` a hole, `x` one of another quality."""

@@ -31,11 +31,7 @@ GROUP_SHAPES = [(1, 64, 64), (3, 80, 48), (2, 128, 64), (2, 96, 80)]
 )
 @pytest.mark.parametrize("span", [(0, 150), (70, 75), (100, 129), (10, 10)], ids=str)
 def test_slots_hold_what_groups_say(
-    device: str,
-    span: tuple[int, int],
-    shape: tuple[int, int, int],
-    dtype: torch.dtype,
-    rate: int,
+    device: str, span: tuple[int, int], shape: tuple[int, int, int], dtype: torch.dtype, rate: int
 ) -> None:
     """Bit by bit in float32, where no device contracts a product and a sum to one rounding."""
     layout, exact = GroupLayout(*shape, rate), dtype == torch.float32 and device == "cpu"
@@ -71,11 +67,7 @@ ROW_SHAPES = [(2, 10, 7, 6), (1, 32, 16, 32), (3, 9, 12, 8)]
     ids=str,
 )
 def test_slots_hold_what_rows_say(
-    device: str,
-    dtype: torch.dtype,
-    shape: tuple[int, int, int, int],
-    tokens: int,
-    halves: bool,
+    device: str, dtype: torch.dtype, shape: tuple[int, int, int, int], tokens: int, halves: bool
 ) -> None:
     heads, key_dim, value_dim, rotated = shape
     basis = random_basis((heads, key_dim), (heads, value_dim))
