@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 # ServerArgs drops unknown arguments; underscore attributes survive its pickling to child processes.
 CONFIG_ATTRIBUTE = "_impress_config"
 FROM_CLI_ATTRIBUTE = "_impress_from_cli"
-# Attribute of the worker that a tree cache is built for.
-DRAFTS_ATTRIBUTE = "impress_draft_worker"
+# The scheduler of this process, set before its `__init__`: `TreeCacheBuildContext` lacks drafts.
+scheduler: Any = None
 
 OLDEST, NEWEST = "0.5.22", "0.5.23"
 """Tested releases; a newer one starts if it passes the checks at startup."""

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from impress_sglang.config import OPTIONS, ImpressConfig
 from impress_sglang.errors import ConfigError, ImpressError, UnsupportedError
+from impress_sglang.plugin import compat
 from impress_sglang.plugin.compat import (
     CONFIG_ATTRIBUTE,
-    DRAFTS_ATTRIBUTE,
     FROM_CLI_ATTRIBUTE,
     Hook,
     check_sglang,
@@ -162,7 +162,7 @@ def _around_init(
         from sglang.srt.layers.rotary_embedding import base
 
         base._is_cpu = True
-    weights = None
+    compat.scheduler, weights = scheduler, None
     if server_args.hicache_storage_backend == "dynamic":
         # If it is ours, it reads the identity of the weights while the scheduler is made.
         from impress_sglang.hicache.plugin.backend import remember_scheduler
@@ -174,11 +174,6 @@ def _around_init(
     connect(scheduler)
     if weights is not None and weights.identity:
         weights.watch()
-
-
-def _after_draft_worker(_: None, scheduler: Any) -> None:
-    """Keep the draft worker where a tree cache is built, which does not get it."""
-    setattr(scheduler.tp_worker, DRAFTS_ATTRIBUTE, scheduler.draft_worker)
 
 
 def _or_exit(action: Callable[[], _T], server_args: Any = None) -> _T:
@@ -220,7 +215,6 @@ HOOKS = tuple(
         ("around", f"{_TOKENIZER}._create_tokenized_object", "truncation.around_tokenized"),
         # The scheduler, and its queue.
         ("around", f"{_MANAGERS}.scheduler.Scheduler.__init__", _around_init),
-        ("after", f"{_MANAGERS}.scheduler.Scheduler.maybe_init_draft_worker", _after_draft_worker),
         (
             "after",
             f"{_MANAGERS}.schedule_policy.SchedulePolicy.calc_priority",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from impress_sglang.codes.rows.basis import Basis
 from impress_sglang.config import CODES, EXACTLY, OFF, ImpressConfig, share_of_rank
-from impress_sglang.plugin.compat import DRAFTS_ATTRIBUTE, warn_if_untested
+from impress_sglang.plugin import compat
 from impress_sglang.plugin.pools import (
     STATEFUL,
     PoolLayers,
@@ -74,7 +74,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     check_layers(runner, tp_size, windows=may_have_windows(config))
     pool, model_dtype = runner.token_to_kv_pool, runner.model_config.dtype
     kv_format, windows = kv_format_of(full_pool(pool), model_dtype), window_pool(pool)
-    drafts = draft_runners(context.tp_worker)
+    drafts = draft_runners(compat.scheduler)
     further = [kv_format_of(draft.token_to_kv_pool, draft.model_config.dtype) for draft in drafts]
     if windows is not None:
         check_extra_pools(options, "windows in a pool of their own", _ONE_POOL)
@@ -166,7 +166,7 @@ def build_tree_cache(
     if make_policy(config).stores:
         warm_up(shape, device, codec)
         self_test = check_kvs([runner, *drafts], layers, config.policy, shape, codec)
-    warn_if_untested()
+    compat.warn_if_untested()
     hidden_size = runner.model_config.hidden_size
     service = service_class(config, shape, read_identity(), device, hidden_size, codec)
     service.self_test_seconds, service.counts = self_test, counts_of(context)
@@ -182,13 +182,13 @@ def build_tree_cache(
     return cache
 
 
-def draft_runners(tp_worker: Any) -> tuple[Any, ...]:
+def draft_runners(scheduler: Any) -> tuple[Any, ...]:
     """Return SGLang's `ModelRunner` of each draft model (speculative decoding) with its own KVs.
 
     Its pool has the same slots. Without its KVs, nearly no draft would be accepted after a loaded
     prefix.
     """
-    worker = getattr(tp_worker, DRAFTS_ATTRIBUTE)
+    worker = scheduler.draft_worker
     return () if worker is None else tuple(worker._draft_model_runners())
 
 

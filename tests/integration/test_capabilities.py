@@ -28,7 +28,6 @@ from impress_sglang.config import AUTO, EXACTLY, USUAL, ImpressConfig
 from impress_sglang.errors import ConfigError, UnsupportedError
 from impress_sglang.plugin import factory, unsupported
 from impress_sglang.plugin.compat import NEWEST, sglang_version
-from impress_sglang.plugin.entry import _after_draft_worker
 from impress_sglang.plugin.factory import _architecture, _scaling, draft_runners, kv_shape
 from impress_sglang.plugin.pools import kv_format_of
 from impress_sglang.plugin.request_tracker import namespace_of_request
@@ -418,13 +417,12 @@ def test_other_pools_are_part_of_the_identity(monkeypatch: pytest.MonkeyPatch) -
         # Also if all layers were alike.
         found.insert(0, factory.identity_of(context, make_shape()))
     for draft in (drafting(2), drafting(3), drafting(3, rope_theta=1)):
-        worker_of = SimpleNamespace(_draft_model_runners=lambda draft=draft: [draft])
-        _after_draft_worker(None, SimpleNamespace(tp_worker=worker, draft_worker=worker_of))
-        assert draft_runners(worker) == (draft,)
-        found.append(factory.identity_of(context, make_shape(), draft_runners(worker)))
+        drafts = SimpleNamespace(_draft_model_runners=lambda draft=draft: [draft])
+        runners = draft_runners(SimpleNamespace(draft_worker=drafts))
+        assert runners == (draft,)
+        found.append(factory.identity_of(context, make_shape(), runners))
     assert len(set(found)) == len(found)
-    _after_draft_worker(None, SimpleNamespace(tp_worker=worker, draft_worker=None))
-    assert factory.identity_of(context, make_shape(), draft_runners(worker)) == found[0]
+    assert not draft_runners(SimpleNamespace(draft_worker=None))
     # With --disable-hybrid-swa-memory the same layers are stored in another order, and the first
     # tokens have all of them.
     monkeypatch.setattr(factory, "window_pool", lambda pool: pool)

@@ -328,7 +328,7 @@ class PageStoreGuard:
 
     def read(self) -> str:
         """Read the identity of the current weights; all ranks must do so together."""
-        drafts = draft_runners(self._scheduler.tp_worker)
+        drafts = draft_runners(self._scheduler)
         return identity_of_rank(
             ranks_of(self.context), lambda: identity_of(self.context, "HiCache", drafts)
         )
