@@ -25,13 +25,13 @@ DECAY = 1.0 - 1.0 / TIME_CONSTANT
 # Strength with which rates keep the ratio of the first guess, where observations do not determine
 # it: more with a floor, where few sizes may be seen, and estimates needed for longer ones (if most
 # passes on an H100 are questions, estimates are up to 2 times too long, and with 1e-5 up to 5).
-# `LEAST` is the lower bound of rates.
+# `MIN_RATE` is the lower bound of rates.
 RIDGE, FLOORED_RIDGE = 1e-9, 1e-3
 MIN_RATE = 1e-6
-# If `CHANGED_MEMORY` recent times were all longer, or all shorter, than expected, by this factor in
-# the median, the device has changed, and earlier observations count as `CHANGED_WEIGHT` at most.
-# Times of passes of one octave differ by less: as many tokens may attend to few tokens or to many.
-DRIFT_TIME_CONSTANT = 8
+# If this many recent times were all longer, or all shorter, than expected, by `DRIFT_FACTOR` in the
+# median, the device has changed, and earlier observations count as `DRIFT_WEIGHT` at most. Times of
+# passes of one octave differ by less: as many tokens may attend to few tokens or to many.
+DRIFT_OBSERVATIONS = 8
 DRIFT_FACTOR = 1.8
 DRIFT_WEIGHT = 2.0
 # Octaves that take at least this many times as long as the shortest determine the rates. On an H100
@@ -91,9 +91,9 @@ class Cost:
 
     With a floor, small work takes as long as slightly larger work, like a pass of a model on a GPU,
     which always reads all weights. Times never decrease with size: an octave that took longer than
-    larger ones, for example because of a compiler, gets their time. Octaves that take `LONGER`
-    times as long as the shortest determine the rates; without any, times are interpolated between
-    octaves.
+    larger ones, for example because of a compiler, gets their time. Octaves that take
+    `SIZE_BOUND_FACTOR` times as long as the shortest determine the rates; without any, times are
+    interpolated between octaves.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Cost:
             error = math.log(seconds / self._seconds(self._before, x, y))
         row = _row(x * self._first_x, y * self._first_y, seconds)
         self._recent.append((error, place, row))
-        if len(self._recent) == DRIFT_TIME_CONSTANT:
+        if len(self._recent) == DRIFT_OBSERVATIONS:
             self._age()
         self._now = self._solve(self._recent)
 
@@ -216,7 +216,7 @@ _POWERS = np.array([0, -1, -1, -2, -2, -2, 0, -1])
 
 
 def _rates_of(octaves: Floats, ridge: float) -> tuple[float, float]:
-    """Return the rates that fit octaves best, each at least `LEAST`; see `_row`."""
+    """Return the rates that fit octaves best, each at least `MIN_RATE`; see `_row`."""
     _, x, y, xx, xy, yy, *_ = octaves.sum(0).tolist()
     # One scale for both is always determined. From there, each rate is fitted as far as it is
     # determined, and otherwise keeps the ratio of the first guess.
@@ -380,7 +380,7 @@ class Estimator:
         """Seconds, or an upper bound, of computing `new` tokens after `before`; None if unknown."""
         return self._computing(before, new)[0]
 
-    def seconds_saved(self, left: float, before: int, new: int) -> float | None:
+    def faster_computing_seconds(self, left: float, before: int, new: int) -> float | None:
         """Seconds of computing, if less than the `left` seconds of a load; otherwise None."""
         computing = self.computing_seconds(before, new)
         return computing if computing is not None and left > computing else None

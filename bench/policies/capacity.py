@@ -179,9 +179,6 @@ class _NoFiles:
         done.set_result(None)
         return done
 
-    def rule(self, *_: Any) -> None:
-        """Nothing is coded."""
-
     def is_open(self, _: str) -> bool:
         """Nobody reads."""
         return False

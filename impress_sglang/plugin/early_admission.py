@@ -1,4 +1,4 @@
-"""Late start: starts a pass while the last layers of its prefix are still loading.
+"""Early admission: starts a pass while the last layers of its prefix are still loading.
 
 See docs/design.md. Only an idle server starts early: other requests would wait for the drive as
 well. No other request shares the slots before they are filled.

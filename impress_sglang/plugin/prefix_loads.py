@@ -289,7 +289,9 @@ class PrefixLoads:
             seconds_left = job.seconds_left(self._service.shape.num_layers, now)
             if seconds_left is None:
                 seconds_left = now - job.started_at if job.started_at else 0.0
-            took = self._service.estimator.seconds_saved(seconds_left, job.start, len(job))
+            took = self._service.estimator.faster_computing_seconds(
+                seconds_left, job.start, len(job)
+            )
             if took is not None:
                 slow[job] = seconds_left, took
         return slow

@@ -17,7 +17,7 @@ from impress_sglang.cost import Estimate, RequestLengths, best_within_tolerance
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.load_jobs import KeyScope, LoadJob
 from impress_sglang.serving.service import Service
-from impress_sglang.serving.why import Detail, Reason, Why, hit_of, sentence_for, sentence_of
+from impress_sglang.serving.why import Detail, Reason, Why, hit_of, sentence_of, why_of
 from impress_sglang.storage.quality import ANYTHING, Quality
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.policies import LoadOptions
@@ -205,12 +205,12 @@ class LoadPlanner:
             hit = (Reason.STORED, f"{prefix:,} tokens") if prefix else None
         rest = len(tokens) - prefix
         if hit is not None and rest < max(min_tokens, 1):
-            return sentence_for(*hit)
+            return why_of(*hit)
         reason, detail = Reason.NOT_OPENED, ""
         if opened:
             reason, detail = self._miss(report, namespace, tokens, wanted, seen, blend)
         if hit is None:
-            return sentence_for(reason, detail)
+            return why_of(reason, detail)
         text = f"{sentence_of(*hit)} Of its other {rest:,} tokens: {sentence_of(reason, detail)}"
         return {"reason": hit[0], "text": text, "rest": reason}
 

@@ -103,7 +103,7 @@ def new_report(policy: str, resident_len: int, num_tokens: int = 0) -> dict[str,
 
 def unused_report(policy: str, truncated_tokens: int) -> dict[str, object]:
     """The report of a request that ended before it was admitted: it has no path, and no tokens."""
-    report, reason = new_report(policy, 0), why.sentence_for(why.Reason.NOT_ADMITTED)
+    report, reason = new_report(policy, 0), why.why_of(why.Reason.NOT_ADMITTED)
     return report | {"path": None, "truncated_tokens": truncated_tokens, "why": reason}
 
 

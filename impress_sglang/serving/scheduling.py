@@ -27,7 +27,7 @@ class Serving(NamedTuple):
     these that is not read yet."""
 
     estimate: Estimate
-    resident_tokens: bool
+    has_cached_tokens: bool
     unread_fraction: float = 0.0
 
 
@@ -98,7 +98,7 @@ class QueueOrder:
             return _Place(number, (math.inf,), -1.0, passed)
         seconds = cost.estimate.seconds(cost.unread_fraction)
         waits = cost.estimate.unhidden(cost.unread_fraction) > 0.0
-        rank: tuple[float, ...] = (2.0 * waits if cost.resident_tokens else 1.0,)
+        rank: tuple[float, ...] = (2.0 * waits if cost.has_cached_tokens else 1.0,)
         if self._schedule == SHORTEST:
             rank = waits, seconds
         return _Place(number, rank, seconds, passed)

@@ -64,7 +64,7 @@ Detail: TypeAlias = tuple[Reason, str]
 """A reason, and the figures for its sentence."""
 
 
-def sentence_for(reason: Reason, detail: str = "") -> Why:
+def why_of(reason: Reason, detail: str = "") -> Why:
     """Return the answer with a single reason."""
     return {"reason": reason, "text": sentence_of(reason, detail), "rest": None}
 

@@ -209,7 +209,7 @@ def take_free(files: FileSystem, root: Path, identity: str) -> StoreDirectory:
 
     Raises:
         ConfigError: see `StoreDirectory`.
-        StoreInUseError: `MOST_SERVERS` servers have one each.
+        StoreInUseError: `MAX_SERVERS` servers have one each.
     """
     for number in range(MAX_SERVERS - 1):
         with contextlib.suppress(StoreInUseError):

@@ -2,7 +2,7 @@
 
 Per layer a segment has columns, each cut into chunks of `chunk_tokens` rows (a row is a token): a
 probe column, and the keys and values of each head group. After these come all keys and values of
-the layer again in a few bits, in pages (`Pages`) of groups, or with a basis of rows:
+the layer again in a few bits, in pages (`PagedGroups`) of groups, or with a basis of rows:
 
     header | layer 0: probe, keys of group 0, 1, ..., values of group 0, 1, ..., codes | layer 1 ...
 

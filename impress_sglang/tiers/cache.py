@@ -4,7 +4,7 @@ The pages of a chunk need not be neighbours, so that chunks of different sizes s
 without fragments.
 
 The order of a read is fixed: `access` decides; rows are taken from the tiers of chunks *before*
-that; then `settle` performs the moves, with chunks read from SSD. No page changes in between.
+that; then `apply_moves` performs the moves, with chunks read from SSD. No page changes in between.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ChunkCache:
                     f"be allocated on {where}; lower --impress-{tier.name.lower()}-gb: {error}"
                 ) from error
         self.copy_stream = CopyStream(device)
-        """Moves chunks; readers on the device call `join` before and `note_reading` after."""
+        """Moves chunks; readers on the device call `join` before and `record_reading` after."""
         self.copier = PageCopier(page_bytes, device, kernels=on_gpu)
         """Copies pages from and to the caches."""
 

@@ -337,7 +337,7 @@ class SGLangModel:
         for job in agreed.slow:
             if job.owned_slots is not None:
                 for request in job.waiters:
-                    request.tries = MOST_TRIES
+                    request.num_failures = MOST_TRIES
                 self.jobs.give_up(job)
         for plan, wish in agreed.proposals.items():
             if self.planned.get(plan.request.rid) is plan:

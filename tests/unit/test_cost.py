@@ -325,8 +325,12 @@ def test_a_pass_begins_early_if_it_hides_the_rest_and_computing_wins_if_it_is_fa
     late = estimator.max_layer_wait(0.8 * pass_seconds, 3000, 20)
     assert late == pytest.approx(MAX_WAIT_FACTOR * pass_seconds, rel=0.1)
     assert estimator.max_layer_wait(1.2 * pass_seconds, 3000, 20) is None
-    assert estimator.seconds_saved(0.8 * all_of_it, 0, 3000) is None
-    faster = estimator.seconds_saved(1.2 * all_of_it, 0, 3000)
+    assert estimator.faster_computing_seconds(0.8 * all_of_it, 0, 3000) is None
+    faster = estimator.faster_computing_seconds(1.2 * all_of_it, 0, 3000)
     assert faster == pytest.approx(all_of_it, rel=0.1)
     unknown = Estimator(HIDDEN_SIZE)
-    assert unknown.seconds_saved(9.0, 0, 3000) is unknown.max_layer_wait(9.0, 3000, 20) is None
+    assert (
+        unknown.faster_computing_seconds(9.0, 0, 3000)
+        is unknown.max_layer_wait(9.0, 3000, 20)
+        is None
+    )

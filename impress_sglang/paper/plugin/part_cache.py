@@ -36,7 +36,7 @@ from impress_sglang.plugin.request_tracker import TrackedRequest, as_tokens
 from impress_sglang.plugin.tree_cache import ImpressTreeCache
 from impress_sglang.plugin.unsupported import check_layers, check_options
 from impress_sglang.serving.report import estimate_fields, split_reported
-from impress_sglang.serving.why import Reason, sentence_for
+from impress_sglang.serving.why import Reason, why_of
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.store.policies import make_policy
 
@@ -197,7 +197,7 @@ class PartCache(ImpressTreeCache):
         SGLang does the same if an external cache could not load.
         """
         tracked = self._tracked[rid]
-        tracked.report["why"], tracked.timing_invalid = sentence_for(Reason.DAMAGED), True
+        tracked.report["why"], tracked.timing_invalid = why_of(Reason.DAMAGED), True
         tracked.req.discard_output_reason = FINISH_ABORT("its prefix cannot be loaded; ask again")
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
