@@ -222,7 +222,7 @@ def _restored(
     FEATURES: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr, FACTORS: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Both elements of each pair of a head, whose features begin at `own`; kept without mean."""
+    """Both elements of each pair of a head, whose features begin at `column`; kept without mean."""
     one, other = _columns(SPLIT, DIM, PAIRS)
     first = tl.zeros([TOKENS, PAIRS], tl.float32)
     second = tl.zeros([TOKENS, PAIRS], tl.float32)

@@ -24,7 +24,7 @@ from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.segment import read_header
 from impress_sglang.storage.writer import LayerReader
 from impress_sglang.store.writing import StoreOutcome
-from impress_sglang.transfer.basis_codec import MAX_MISFIT, BasisCodec, shape_by
+from impress_sglang.transfer.basis_codec import MAX_MISFIT, BasisCodec, is_misfit, shape_by
 from impress_sglang.transfer.sources import Piece
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
@@ -152,6 +152,21 @@ def louder(
         return read
 
     return read_from
+
+
+@pytest.mark.parametrize(
+    ("fits", "misfit"),
+    [
+        ([], False),
+        ([1.0, 5.0, 3.0], False),
+        ([4.0, 4.0, 2.0], True),
+        ([16.0, *[1.0] * 9], False),
+        ([17.0, *[1.0] * 9], True),
+    ],
+    ids=["no codes", "near", "all of a foreign language", "near in each layer", "far in one"],
+)
+def test_layers_misfit_on_average_or_in_one(fits: list[float], misfit: bool) -> None:
+    assert is_misfit(np.array(fits, np.float32)) == misfit
 
 
 @pytest.mark.parametrize("layer", range(SHAPE.num_layers))

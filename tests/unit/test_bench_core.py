@@ -7,7 +7,9 @@ import importlib
 import json
 import math
 import re
+import socket
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +17,10 @@ import pytest
 import torch
 
 from bench.core.cli import MODULES, main
+from bench.core.data import EXCERPTS, READERS, read_rows
 from bench.core.options import parse
 from bench.core.report import Result, Table, interval, publish
-from bench.core.session import ROOT, BenchFailed
+from bench.core.session import ROOT, BenchFailed, ReservedPort
 from bench.micro import gpu
 from bench.policies import capacity
 from bench.policies.capacity import KINDS, LLAMA, Ask, Model, Store, bound, lru, replay
@@ -72,6 +75,25 @@ def test_intervals_cover_the_mean_as_often_as_they_say() -> None:
         low, high = interval([(rng.random(60) < 0.7).astype(float)], 1)
         covered += low <= 0.7 <= high
     assert 180 <= covered <= 198
+
+
+def test_excerpts_can_be_read_and_are_described() -> None:
+    """With their sizes and licences."""
+    readme = (EXCERPTS / "README.md").read_text()
+    described = re.findall(r"^\| `(\w+)` \| (\d+) \|.*\| \[.+\)[^|]* \|$", readme, re.MULTILINE)
+    names = [path.name for path in EXCERPTS.iterdir() if path.is_dir()]
+    assert sorted(described) == sorted((name, str(len(read_rows(None, name)))) for name in names)
+    for name in READERS.keys() & set(names):
+        assert all(READERS[name](row).answer for row in read_rows(None, name))
+
+
+def test_a_reserved_port_is_its_servers_and_nobody_elses() -> None:
+    with closing(ReservedPort()) as port:
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", port.number))
+        server = socket.create_server(("127.0.0.1", port.number))
+        with server, socket.create_connection(server.getsockname()):
+            pass
 
 
 def test_steps_on_a_gpu_are_benchmarks_and_tests() -> None:

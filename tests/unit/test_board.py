@@ -55,6 +55,19 @@ def test_a_query_asks_for_what_is_told(name: str) -> None:
     assert shown <= grouped, "its legend would be empty"
 
 
+def test_what_compose_mounts_is_there() -> None:
+    compose, prometheus, datasources = (
+        yaml.safe_load((FOLDER / name).read_text())
+        for name in ("compose.yaml", "prometheus.yaml", "grafana/datasource.yaml")
+    )
+    services = compose["services"].values()
+    mounted = [volume.split(":")[0] for service in services for volume in service["volumes"]]
+    for path in (*mounted, *prometheus["rule_files"]):
+        assert (FOLDER / path).is_file(), path
+    (source,) = datasources["datasources"]
+    assert source["isDefault"] and source["type"] == board.DATASOURCE["type"]
+
+
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="there is no promtool: apt-get install prometheus"
 )

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-# A loaded machine may take long.
-TIMEOUT = 60.0
+TIMEOUT = 20.0
 
 
 def wait_until(condition: Callable[[], object], seconds: float = TIMEOUT) -> None:

@@ -14,6 +14,7 @@ from impress_sglang.cost import ReadCost
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.cache import ChunkCache
+from impress_sglang.tiers.copying import CopyStream, Fence
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import LeastRecentlyUsed
 from impress_sglang.transfer.buffers import PooledMemory
@@ -43,8 +44,10 @@ def both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
 
 
 def test_blocks_are_taken_from_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The buffer among them is fenced while a kernel reads it, and what it gave is its own."""
+    """Buffer and caches are fenced while a kernel reads them, and what it gave is its own."""
     use_kernels(monkeypatch)
+    read = list[Fence]()
+    monkeypatch.setattr(CopyStream, "record_reading", lambda _, fence: read.append(fence))
     size = 7 * BLOCK_BYTES
     sizes = {"device": torch.device("cpu"), "device_bytes": size, "host_bytes": size}
     cache, memory = ChunkCache(BLOCK_BYTES, 1, LeastRecentlyUsed(), **sizes), PooledMemory(size)
@@ -57,7 +60,7 @@ def test_blocks_are_taken_from_where_they_are(monkeypatch: pytest.MonkeyPatch) -
 
     found = take_blocks(cache, tiers.astype(np.uint8), frames, memory)
 
-    assert memory.fence is not None and torch.equal(found, right)
+    assert read == [memory.fence] and torch.equal(found, right)
     found.fill_(0)
     assert torch.equal(torch.stack([places[tier][frame] for tier, frame in wanted]), right)
 
