@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-TIMEOUT = 20.0
+# A loaded machine may take long.
+TIMEOUT = 60.0
 
 
 def wait_until(condition: Callable[[], object], seconds: float = TIMEOUT) -> None:
