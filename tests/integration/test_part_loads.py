@@ -146,6 +146,20 @@ def test_a_request_is_ended_if_its_prefix_cannot_be_loaded(world: PaperWorld, pa
     assert not world.ask("again", retention=part).host_hit_length
 
 
+@pytest.mark.parametrize("step", ["flush_pending_backups", "on_idle"])
+def test_a_request_that_sglang_ends_without_saying_so_is_forgotten(
+    world: PaperWorld, step: str
+) -> None:
+    req = world.ask()
+    world.load(world.begin_load(req))
+    req.to_finish = FINISH_LENGTH(1)
+    for queue in ([req], []):
+        world.cache._scheduler.waiting_queue = queue
+        world.cache.on_release(req, checkpointed=False)
+        getattr(world.cache, step)()
+        assert [tracked.req for tracked in world.cache._tracked.values()] == queue
+
+
 def test_a_request_does_without_what_cannot_be_opened(world: PaperWorld) -> None:
     req = world.ask()
     for path in world.service.config.ssd_path.glob("*/segments/*/*"):

@@ -237,17 +237,22 @@ def write_anew(store: PartStore) -> None:
     store.worker.submit(store.worker.journal.record, {"want": 0}).result()
 
 
-def test_what_is_told_after_a_purge_was_purged(bench: Workbench, two: Two) -> None:
+@pytest.mark.parametrize("restarted", [False, True])
+def test_what_is_told_after_a_purge_was_purged(bench: Workbench, restarted: bool) -> None:
     """By a server that is dead, so that nobody else removes it."""
-    first, second = two
-    bench.put_all(first, 1, 2)
-    bench.kill(first)
-    purge(second, prompt(1))
-    hear(second)
-    assert lengths(second, 1, 2) == [0, 8]
-    until(second, lambda: len(bench.files()) == 1)
-    bench.put(second, prompt(1))
-    assert lengths(second, 1, 2) == [8, 8]
+    first, second = bench.open(), bench.open()
+    first._disk.peers.close(10)
+    bench.put_all(second, 1, 2)
+    bench.kill(second)
+    purge(first, prompt(1))
+    if restarted:
+        first = bench.reopen(first)
+        first._disk.peers.close(10)
+    hear(first)
+    assert lengths(first, 1, 2) == [0, 8]
+    until(first, lambda: len(bench.files()) == 1)
+    bench.put(first, prompt(1))
+    assert lengths(first, 1, 2) == [8, 8]
 
 
 @pytest.mark.parametrize("restarted", [False, True])
