@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.observability import trace
 
-from impress_sglang.plugin import early_admission, prefix_loads, tree_nodes
+from impress_sglang.plugin import early_admission, prefix_loads, request_tracker, tree_nodes
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.request_tracker import namespace_of
 from impress_sglang.serving.load_jobs import JobState, LoadJob
@@ -164,6 +164,14 @@ def test_a_class_has_a_tree_of_its_own(world: TreeWorld) -> None:
     assert world.run("exact again", ASKED, **EXACT)["path"] == "device"
     told = world.run("coded again", ASKED)
     assert told["approximate"] and told["bits"] == world.config.bits
+
+
+def test_who_may_not_use_the_store_shares_nothing_that_was_loaded(
+    world: TreeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert world.run("coded", ASKED)["approximate"]
+    monkeypatch.setattr(request_tracker, "serve_refusal", lambda req: "a reason")
+    assert world.run("refused", ASKED)["path"] == "computed"
 
 
 @pytest.mark.parametrize(
