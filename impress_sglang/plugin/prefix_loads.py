@@ -178,6 +178,9 @@ class PrefixLoads:
         if self.queue_order is not None:
             self.queue_order.forget(rid)
         self._service.lookahead.stop_waiting(rid)
+        if self._service.in_use and not self._service.lookahead.has_waiting:
+            # Chunks of its last layers may be placed during its pass, by their scores.
+            self._service.store.readers.update_expected()
 
     def end_pass(self, tracked: TrackedRequest) -> None:
         """Report the reads of the job that overlapped with a request's pass, which is over."""

@@ -73,6 +73,17 @@ def test_others_are_told_of_what_was_loaded_and_evicted(world: TreeWorld, page_s
     assert sorted(block_hashes(world.cache.take_events(), "BlockRemoved")) == sorted(stored)
 
 
+def test_chunks_of_an_admitted_request_are_awaited_by_nobody(world: TreeWorld) -> None:
+    """The last ones may be read during its pass, and stay in the caches by their scores."""
+    req = world.request("admitted", ASKED)
+    world.settle(req)
+    assert not world.service.lookahead.take_changed() and world.service.lookahead.has_waiting
+    world.admit(req)
+    assert not world.service.lookahead.take_changed(), "the caches know"
+    world.compute(req)
+    world.end(req)
+
+
 class Drafting(TreeWorld):
     """The last layer is a draft's: the KVs of a slot are made of the next token."""
 

@@ -51,6 +51,7 @@ READERS: dict[str, tuple[str, ...]] = {
     "all ranks do the same, and each tells its own store of it": (
         "plugin.prefix_loads.PrefixLoads._begin",
         "plugin.prefix_loads.PrefixLoads._on_job_end",
+        "plugin.prefix_loads.PrefixLoads.end_waiting",
     ),
     "it decides what this rank writes; locks are the same on all, until none writes": (
         "plugin.prefix_saves.PrefixSaves._may_store",
