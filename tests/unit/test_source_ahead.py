@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,13 +122,13 @@ def test_requests_are_read_ahead_in_turn_as_long_as_there_is_room(
             assert not requests.pool.has_room(requests.room_for(left))
 
 
-def draw_reads(
-    data: st.DataObject, case: PartCase
+def random_reads(
+    chance: random.Random, case: PartCase
 ) -> Iterator[tuple[list[str], torch.Tensor | None]]:
     """What a layer asks for: whole, some tokens, all keys first, or nothing of the probe column."""
-    count = data.draw(st.integers(1, min(12, case.num_tokens)))
-    tokens = random_tokens(case, count, data.draw(st.integers(0, 1 << 20)))
-    mode = data.draw(st.sampled_from(["some", "some", "whole", "all keys", "unseen"]))
+    count = chance.randint(1, min(12, case.num_tokens))
+    tokens = random_tokens(case, count, chance.randrange(1 << 20))
+    mode = chance.choice(["some", "some", "whole", "all keys", "unseen"])
     if mode != "unseen":
         yield ["probe"], None
     if mode == "all keys":
@@ -138,10 +139,14 @@ def draw_reads(
 
 
 class Requests:
-    """Requests that take turns, read ahead at any time, and skip layers; rows are checked."""
+    """Requests that take turns, read ahead at any time, and skip layers; rows are checked.
+
+    Whether a read meets damage depends on the moment, and what can be done next on that: steps are
+    chosen by a seed, for Hypothesis requires that it draws the same each time.
+    """
 
     def __init__(self, data: st.DataObject, case: PartCase) -> None:
-        self.data, self.case = data, case
+        self.chance, self.case = random.Random(data.draw(st.integers(0, 1 << 32))), case
         self.live: list[PartSource] = []
         self.done: list[PartSource] = []
         # A wrong byte, and by source the files that had one in its time.
@@ -150,14 +155,14 @@ class Requests:
 
     def run(self, *others: str) -> None:
         steps = ["open", "ahead", "ahead", "read", "read", "read", "close", *others]
-        for _ in range(self.data.draw(st.integers(2, 20))):
-            step = self.data.draw(st.sampled_from(steps))
+        for _ in range(self.chance.randint(2, 20)):
+            step = self.chance.choice(steps)
             if step in others:
                 getattr(self, step)()
             elif step == "open" or not self.live:
                 self.open()
             else:
-                source = self.data.draw(st.sampled_from(self.live))
+                source = self.chance.choice(self.live)
                 if step == "ahead" and source.next_ahead < source.num_layers:
                     source.read_ahead()
                 elif step == "close" or source.layer + 1 == source.num_layers:
@@ -172,7 +177,7 @@ class Requests:
 
     def open(self) -> None:
         self.case.cache.placement.advance()
-        self.live.append(source := self.case.make_source(whole=self.data.draw(st.booleans())))
+        self.live.append(source := self.case.make_source(whole=self.chance.random() < 0.5))
         self.suspects[source] = set() if self.wrong is None else {self.wrong[0].stem}
 
     def close(self, *sources: PartSource) -> None:
@@ -183,12 +188,12 @@ class Requests:
 
     def read(self, source: PartSource) -> None:
         """Rows stay valid while the rest of their layer is read, and others ahead."""
-        data, self.case.source, given = self.data, source, []
-        layer = data.draw(st.integers(source.layer + 1, source.num_layers - 1))
+        chance, self.case.source, given = self.chance, source, []
+        layer = chance.randrange(source.layer + 1, source.num_layers)
         try:
-            for kinds, tokens in draw_reads(data, self.case):
+            for kinds, tokens in random_reads(chance, self.case):
                 given.append((self.case.check_more(layer, kinds, tokens), tokens))
-                if source.next_ahead < source.num_layers and data.draw(st.booleans()):
+                if source.next_ahead < source.num_layers and chance.random() < 0.5:
                     source.read_ahead()
         except SegmentUnreadable as error:
             assert error.segment_id in self.suspects[source]
@@ -199,9 +204,9 @@ class Requests:
     def damage(self) -> None:
         """It comes and goes."""
         if (wrong := self.wrong) is None:
-            number = self.data.draw(st.integers(0, len(self.case.parts) - 1))
+            number = self.chance.randrange(len(self.case.parts))
             layout = self.case.spans[number][0].layout
-            place = self.data.draw(st.integers(layout.header_bytes, layout.file_bytes - 1))
+            place = self.chance.randrange(layout.header_bytes, layout.file_bytes)
             wrong = self.wrong = self.case.paths[number], place
             for source in self.live:
                 self.suspects[source].add(wrong[0].stem)
