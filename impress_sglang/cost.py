@@ -329,8 +329,8 @@ class Estimator:
         per_pair = START_SECONDS_PER_TOKEN / (ATTENDED_PER_HIDDEN * hidden_size)
         # Passes of the model, without loading: x is new tokens, y is pairs that attend.
         self.computing = Cost(START_SECONDS_PER_TOKEN, per_pair, floored=True)
-        # Recent seconds of few tokens after many cached ones, per cached token.
-        self._after_loaded: collections.deque[float] = collections.deque(maxlen=RECENT_REQUESTS)
+        # Recent passes of few tokens after many cached ones: the number of these, and the seconds.
+        self._after_loaded = collections.deque[tuple[int, float]](maxlen=RECENT_REQUESTS)
         # For a blend: seconds per loaded token, and the factor by which computing takes longer
         # than in a pass of SGLang's.
         self.blending = Cost(START_SECONDS_PER_LOADED, 1.0)
@@ -339,7 +339,7 @@ class Estimator:
         """Learn that computing `new` tokens of a prompt after `before` took `seconds`."""
         self.computing.observe(new, attention_pairs(before, new), seconds)
         if before > new:
-            self._after_loaded.append(seconds / before)
+            self._after_loaded.append((before, seconds))
 
     def observe_blend(self, work: RequestLengths, computed: float, seconds: float) -> None:
         """Learn that a blend took `seconds`, reading excluded; see `estimate_blend`."""
@@ -371,9 +371,11 @@ class Estimator:
     def pass_seconds(self, before: float, new: float) -> float:
         """Seconds that a pass over `new` tokens after `before` takes, as far as known."""
         seconds = self.computing.seconds(new, attention_pairs(before, new))
-        if before > new and len(self._after_loaded) > 1:
+        # After far fewer tokens, a pass takes as long as any, which is no time per token.
+        per_token = [took / own for own, took in self._after_loaded if 2 * own >= before]
+        if before > new and len(per_token) > 1:
             # The lower median: one of two observations may have waited for a compiler.
-            seconds = max(seconds, statistics.median_low(self._after_loaded) * before)
+            seconds = max(seconds, statistics.median_low(per_token) * before)
         return seconds
 
     def computing_seconds(self, before: int, new: int) -> float | None:

@@ -267,6 +267,20 @@ def test_a_few_tokens_behind_many_take_longer_than_their_size_says(machine: Mach
     assert estimator.computing_seconds(0, 3000) == pytest.approx(machine.forward(0, 3000), rel=0.1)
 
 
+@each_machine
+def test_short_chats_say_nothing_of_a_question_about_a_long_text(machine: Machine) -> None:
+    """Each takes as long as any pass: per cached token, far longer than after many of these."""
+    estimator = Estimator(HIDDEN_SIZE)
+    for new in (30, 300, 3000) * 5:
+        estimator.observe_request(0, new, machine.forward(0, new))
+    for before in range(60, 160, 10):
+        estimator.observe_request(before, 30, machine.forward(before, 30))
+
+    found = estimator.estimate(QUESTION, 0.0)
+    assert found.compute == pytest.approx(machine.forward(3000, 20), rel=0.2)
+    assert found.loads_faster()
+
+
 def test_blends_are_learnt_and_all_is_read_before() -> None:
     """By tokens, and by how much slower they compute: here three times."""
     machine, pick = MACHINES["two cores"], random.Random(2)
