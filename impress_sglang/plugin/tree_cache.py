@@ -212,6 +212,8 @@ class ImpressTreeCache(UnifiedRadixCache):
         if tracked is not None and not tracked.admitted:
             del self._tracked[request.rid]
             self.loads.end_waiting(tracked)
+            # It may have run before, until SGLang retracted it.
+            self._saves.end(tracked)
 
     def _forget_ended(self) -> None:
         """Forget requests that SGLang ended without a call.

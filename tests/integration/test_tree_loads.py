@@ -209,6 +209,18 @@ def test_what_is_released_unfinished_is_over_unless_it_is_queued(
         world.abort(req)
 
 
+def test_queries_of_a_request_that_is_retracted_and_aborted_are_sampled_no_more(
+    world: TreeWorld,
+) -> None:
+    req = world.request("own", draw(5, 40))
+    world.begin(req)
+    assert world.cache._saves._sampler._to_sample == {"own"}
+    world.release(req)
+    world.scheduler.waiting_queue.append(req)
+    world.abort(req)
+    assert not world.cache._saves._sampler._to_sample, "all layers have hooks for as long"
+
+
 def nearly_done(world: TreeWorld, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A request whose job lacks one layer, with a pass that takes longer than that."""
     loads, began = world.cache.loads, list[LoadJob]()
