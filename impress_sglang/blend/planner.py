@@ -118,7 +118,7 @@ class BlendPlanner:
         )
         if (refusal := self._too_slow(estimate, plain_job)) is not None:
             # A drive that was slow may be faster again, and so may be blending.
-            self._measure((runs[0].span,))
+            self._measure([run.span for run in read])
             learnt, now = estimate.compute, time.monotonic()
             _, estimate = self._choose(work, kinds, io, (share,), measured=False)
             if self._too_slow(estimate, plain_job) or now < self._measure_at:

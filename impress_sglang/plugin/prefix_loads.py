@@ -114,7 +114,7 @@ class PrefixLoads:
         tracked.report.update(estimate_fields(job.estimate, loads=proposal.worthwhile))
         if not proposal.worthwhile:
             # Without measuring, slow reads would keep prefixes from ever being loaded again.
-            self._loader.measure(job.store, job.spans[:1], exact=tracked.kv_class.exact)
+            self._loader.measure(job.store, job.spans, exact=tracked.kv_class.exact)
             return
         if proposal.stop < job.stop:
             job = self._planner.shorten(job, proposal.stop)

@@ -279,7 +279,7 @@ class JobLoader:
         self._tasks.put(job)
 
     def measure(self, store: PrefixStore, spans: Sequence[StoredSpan], *, exact: bool) -> None:
-        """Measure the current read speed on a small part of some spans, unless there are jobs."""
+        """Measure the current read speed on a layer of one of some spans, unless there are jobs."""
         if not self._measuring:
             self._measuring = True
             self._tasks.put(lambda: _measure(store, spans, exact=exact))
@@ -384,10 +384,14 @@ class JobLoader:
 
 
 def _measure(store: PrefixStore, spans: Sequence[StoredSpan], *, exact: bool) -> None:
+    readers = store.readers
+    # What is in a cache is not read.
+    span = max(spans, key=lambda span: readers.bytes_to_read([span], codes=not exact))
     try:
-        source = store.readers.open(spans, exact=exact)
+        source = readers.open([span], exact=exact)
         try:
-            source.read_ahead()
+            while not source.read_ahead() and source.next_ahead < source.num_layers:
+                pass
             if not source.wait_idle():
                 late = TimeoutError("the device does not answer")
                 store.health.report_failure("reading could not be measured", late, reading=True)

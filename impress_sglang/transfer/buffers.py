@@ -176,9 +176,9 @@ class LayerBuffer:
         self._owner = np.full(self.firsts[-1], _NO_READ, np.int16)
         self._wanted = np.zeros(len(self._owner), np.bool_)
 
-    def read_ahead(self, wanted: Indices) -> None:
-        """Begin to read blocks that will probably be wanted; raises as `read`."""
-        self._submit(wanted, ahead=True)
+    def read_ahead(self, wanted: Indices) -> int:
+        """Begin to read blocks that will probably be wanted; returns and raises as `read`."""
+        return self._submit(wanted, ahead=True)
 
     def read(self, wanted: Indices, *, last: bool = True) -> int:
         """Begin to read the missing wanted blocks; returns their number of bytes.

@@ -135,9 +135,12 @@ class StoredSource(abc.ABC):
     def _certain(self, layer: int) -> Sequence[Sequence[WantedChunks]]:
         """Chunks that each span will certainly need, in the order of the requests."""
 
-    def read_ahead(self) -> None:
-        """Begin to read the blocks that layer `next_ahead` will certainly need, and advance it."""
-        layer = self.next_ahead
+    def read_ahead(self) -> int:
+        """Begin to read the blocks that layer `next_ahead` will certainly need, and advance it.
+
+        Returns the number of bytes.
+        """
+        layer, num_bytes = self.next_ahead, 0
         self.next_ahead += 1
         # A chunk that enters a cache is read whole, which would cost each layer a separate read.
         whole = self._cache.placement.enabled
@@ -149,7 +152,8 @@ class StoredSource(abc.ABC):
                 tiers = self._cache.placement.tiers(self._first_id(layer, number), count)
                 blocks = span.missing(tiers[span.chunks] == _SSD, whole)
                 missing.append(blocks + buffer.firsts[self._places[number]])
-            buffer.read_ahead(_joined(missing))
+            num_bytes += buffer.read_ahead(_joined(missing))
+        return num_bytes
 
     @property
     def is_reading(self) -> bool:

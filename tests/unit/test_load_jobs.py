@@ -243,6 +243,21 @@ class TestLoader:
         wait_until(lambda: not desk.store.poll() and desk.store.health.readable)
         desk.check(desk.load(FIRST))
 
+    @pytest.mark.parametrize("host_gb", [4e-5, LARGE], ids=["a layer", "a span"])
+    def test_what_is_cached_is_not_measured(self, make: Make, host_gb: float) -> None:
+        """Else a drive that was slow would stay so for ever where all loads are declined."""
+        desk = make(host_gb=host_gb)
+        desk.put(OTHER, (*OTHER, *prompt(7, 33)))
+        desk.load(OTHER, CODES)
+        match = look_up(desk.store, OTHER if host_gb < LARGE else (*OTHER, *prompt(7, 33)))
+        tiers = desk.store.readers.tiers(match.spans[0].segment.info, codes=True)
+        assert tiers[0] and tiers.all() == (len(match.spans) > 1)
+
+        read = desk.store.stats.bytes_read
+        desk.loader.measure(desk.store, match.spans, exact=False)
+        wait_until(lambda: not desk.loader._measuring)
+        assert desk.store.stats.bytes_read > read
+
 
 @pytest.mark.parametrize("caches", ["none", "both small", "both large"])
 def test_the_scheduler_goes_on_meanwhile(make: Make, caches: str) -> None:
