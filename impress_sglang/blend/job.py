@@ -112,7 +112,7 @@ class BlendJob(LoadJob):
         else:
             end = min(max(self.match.num_tokens, start), before)
             gone = [TokenKind.KEPT] * (end - start) + [TokenKind.COMPUTED] * (before - end)
-            kept = [run.part(start, end) for run in runs_of(self.match, start) if end > start]
+            kept = [run.part(start, end) for run in runs_of(self.match, start) if run.start < end]
             self.kinds = np.concatenate([np.array(gone, np.uint8), self.kinds])
             self.runs = (*kept, *self.runs)
         positions = (max(run.stop, run.stop - run.shift) for run in self.runs)

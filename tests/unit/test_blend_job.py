@@ -417,3 +417,15 @@ def test_it_begins_where_its_prefix_ends(make: Make, start: int) -> None:
     assert all(start <= run.start < run.stop <= stop for run in plan.runs)
     covered = sum(map(len, plan.runs))
     assert covered == np.count_nonzero(plan.kinds != TokenKind.COMPUTED)
+
+
+@pytest.mark.parametrize("start", [0, 50, 200, 249, 300])
+def test_what_was_resident_of_several_segments_may_be_evicted_since(make: Make, start: int) -> None:
+    """Segments behind the part that was resident are read in any case, and once."""
+    plan = make((0,), (0, 2), (0, 2, 1), (3,)).planned(texts(0, 2, 1, 3), 250)
+    assert len(plan.match.spans) == 3
+    plan.set_start(start)
+    assert kinds_of(plan) == (603 - start) * "k" + 203 * "r"
+    assert [token for run in plan.runs for token in range(run.start, run.stop)] == [
+        *range(start, plan.stop)
+    ]
