@@ -52,12 +52,10 @@ def compiled(
         ]
         try:
             found = _NUMBA.njit(types, nogil=True, cache=True, **options)(loop)
-        except RuntimeError as error:
-            if "locator" not in str(error):
-                raise
+        except Exception as error:  # a damaged cache raises many types
             logger.warning(
                 "compiled loops cannot be kept, so that each start takes some ten seconds more; "
-                "set NUMBA_CACHE_DIR to a folder that can be written to: %s",
+                "set NUMBA_CACHE_DIR to another folder that can be written to: %r",
                 error,
             )
             found = _NUMBA.njit(types, nogil=True, **options)(loop)

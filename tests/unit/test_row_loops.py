@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -141,3 +143,21 @@ def test_loops_are_compiled_where_nothing_can_be_kept(
 
     assert successor(41) == 42 and hasattr(successor, "nopython_signatures")
     assert "NUMBA_CACHE_DIR" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["nbi", "nbc"])
+def test_what_was_kept_may_be_damaged(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a power failure, files that were just written may be empty."""
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
+
+    def successor(number: int) -> int:
+        return number + 1
+
+    for warned in (False, True):
+        found: Any = compiled("(int64,)")(successor)
+        assert found(41) == 42 and hasattr(found, "nopython_signatures")
+        assert ("NUMBA_CACHE_DIR" in caplog.text) == warned
+        (kept,) = tmp_path.rglob(f"*.{kind}")
+        kept.write_bytes(b"")
