@@ -172,7 +172,7 @@ def _around_init(
     from impress_sglang.plugin.hooks import connect
 
     connect(scheduler)
-    if weights is not None and weights.identity:
+    if weights is not None:
         weights.watch()
 
 

@@ -29,6 +29,8 @@ from impress_sglang.errors import ConfigError, UnsupportedError
 from impress_sglang.hicache import pages as pages_module
 from impress_sglang.hicache.plugin import backend as backend_module
 from impress_sglang.hicache.plugin.backend import PageStoreGuard
+from impress_sglang.plugin import compat
+from impress_sglang.plugin.entry import _around_init
 from impress_sglang.storage.files import FileSystem
 
 PAGE, LAYERS, TOKENS = 16, 3, 256
@@ -256,3 +258,12 @@ def test_what_is_refused(
         monkeypatch.setattr(backend_module, "_guard", None)
     with pytest.raises((ConfigError, UnsupportedError), match=why):
         make(host_pool("layer_first", kind), **how)
+
+
+def test_none_is_attached_to_a_running_server(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of another one: nobody has watched the weights since the start."""
+    monkeypatch.setattr(compat, "scheduler", None)
+    arguments = SimpleNamespace(device="cuda", hicache_storage_backend="dynamic")
+    _around_init(lambda *_: None, SimpleNamespace(tree_cache=None), arguments)
+    with pytest.raises(UnsupportedError, match="from the start"):
+        make(host_pool("layer_first"))

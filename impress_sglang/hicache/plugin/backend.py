@@ -153,9 +153,9 @@ class ImpressStorage(HiCacheStorage):
         self._stats = StorageMetrics()
         if _guard is None:
             raise UnsupportedError(
-                "HiCache tells no weights, so its pages need the plugin of IMPRESS: start the "
-                "server with --hicache-storage-backend dynamic, and with impress in "
-                "SGLANG_PLUGINS if that is set"
+                "HiCache tells no weights, so its pages need the plugin of IMPRESS from the start: "
+                "start the server with --hicache-storage-backend dynamic and this config, and "
+                "with impress in SGLANG_PLUGINS if that is set"
             )
         self._weights = _guard
         options = resolved_view(self._weights.context.server_args)
@@ -349,7 +349,14 @@ class PageStoreGuard:
             pages.close()
 
     def watch(self) -> None:
-        """Suspend pages while weights change, for a complete scheduler."""
+        """Suspend pages while weights change, for a complete scheduler.
+
+        Without a backend by now there will be none: nobody would have seen weights change.
+        """
+        global _guard
+        if not self.identity:
+            _guard = None
+            return
         ranks = ranks_of(self.context)
         watch = WeightWatch(self, self.read, lambda: None, self._is_empty, ranks)
         watch_messages(self._scheduler, watch)
