@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from impress_sglang.errors import StoreUnavailable
 from impress_sglang.loops.types import Indices
-from impress_sglang.storage.reader import BlockReader
+from impress_sglang.storage.reader import BlockReader, PendingRead
 from impress_sglang.transfer.buffers import BufferPool, LayerBuffer, PooledMemory
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit.kv_factory import BLOCK
@@ -134,6 +135,21 @@ def test_memory_that_a_stopped_device_fills_is_not_waited_for(stored: Stored) ->
         step[1].allow()
         wait_until(lambda: is_quiet(buffer))
         assert stored.take(buffer) is buffer.memory
+
+
+def test_of_many_reads_of_a_stopped_device_one_is_waited_for(stored: Stored) -> None:
+    """There is one for each segment of a prefix, and each wait takes a while."""
+    with stepping(4, patience=0.0) as step:
+        buffer = stored.buffer(step[0])
+        for block in range(9):
+            buffer.read(these(block))
+
+        failure = pytest.raises(StoreUnavailable, match="does not answer")
+        with mock.patch.object(PendingRead, "wait_idle", return_value=False) as wait, failure:
+            buffer.wait(these(*range(9)))
+        assert wait.call_count == 1
+
+        buffer.close()
 
 
 STEPS = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5 * MIB)), max_size=60)
