@@ -27,7 +27,7 @@ from impress_sglang.serving.why import Detail
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.identity import weights_digest
 from impress_sglang.store.policies import LoadOptions
-from impress_sglang.store.prefix_hashes import namespace_text
+from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, namespace_text
 
 _DIGEST = "_impress_digest"
 _MEDIA = np.iinfo(np.int32).max
@@ -315,7 +315,7 @@ class RequestTracker:
         service.recent.record(
             req.rid,
             "" if store is None else store.namespace(tracked.namespace),
-            req.origin_input_ids,
+            as_tokens(req.origin_input_ids[:BLOCK_TOKENS]),
             report,
             waited=before_pass - loading,
             loading=loading,

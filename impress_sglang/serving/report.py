@@ -179,7 +179,7 @@ class RecentRequests:
         self,
         rid: str,
         namespace: str,
-        tokens: Sequence[int],
+        tokens: Sequence[int] | Tokens,
         report: Mapping[str, Any],
         **seconds: float,
     ) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import threading
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -69,6 +70,14 @@ def test_prompts_are_shown_to_who_wants_that(world: World) -> None:
     (row,) = with_text({"segments": found["segments"][:1]}, Tokenizer())["segments"]
     assert row["text"].startswith("<b>1000</b>x") and len(row["text"]) == 120
     assert with_text({"requests": found["requests"]}, None)["requests"][0]["text"] is None
+
+
+@pytest.mark.parametrize("options", [SHOWN])
+def test_media_are_one_token_that_no_text_has(world: World) -> None:
+    """Cut to 32 bits they would be other tokens, or none that a tokenizer takes."""
+    media = 2**40 + 2**31
+    world.run("media", array("q", [media, media + 5, *STORED]))
+    assert seen(world)["requests"][0]["words"][:3] == [2**31 - 1, 2**31 - 1, STORED[0]]
 
 
 def test_a_browser_runs_what_belongs_to_the_page() -> None:
