@@ -178,7 +178,7 @@ class ImpressTreeCache(UnifiedRadixCache):
             return
         self.loads.end_pass(tracked)
         before, row = req.kv.cache_protected_len, None
-        if self._provenance.mixed and not tracked.kv_class.exact and req.session is None:
+        if self._provenance.mixed and not tracked.kv_class.exact:
             row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, before:up_to].clone()
         super().checkpoint(req, up_to=up_to, **kwargs)
         if row is not None:

@@ -177,6 +177,21 @@ def test_a_class_has_a_tree_of_its_own(world: TreeWorld) -> None:
     assert told["approximate"] and told["bits"] == world.config.bits
 
 
+@pytest.mark.parametrize("session", [None, SimpleNamespace(streaming=False, session_id="s")])
+def test_what_is_computed_in_slots_that_were_loaded_is_stored(
+    world: TreeWorld, session: Any
+) -> None:
+    """They are marked anew, also for a turn of a session."""
+    world.cache._provenance.mark(torch.arange(world.allocator.size), 1)
+    prompt = [*STORED[:PREFIX], *draw(3, 256)]
+    req = world.request("turn", [*prompt, 1])
+    req.session = session
+    assert world.serve(req)["loaded_tokens"] == PREFIX
+    world.service.store.writes.drain()
+    world.flush()
+    assert world.run("next", [*prompt, 2])["loaded_tokens"] == len(prompt)
+
+
 def test_who_may_not_use_the_store_shares_nothing_that_was_loaded(
     world: TreeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
