@@ -64,6 +64,7 @@ class PrefixSaves:
         self._cache, self._service = requests.cache, requests.service
         self._planner, self._provenance = requests.planner, requests.provenance
         self._layers, self._window = requests.layers, requests.allocation.window
+        self._protected_rows = requests.allocation.protected_aux
         self._forward_stream, self._ranks = requests.forward_stream, requests.ranks
         self._sampler = QuerySampler(model, requests.layers.number)
         self._reading = threading.Lock()
@@ -182,21 +183,22 @@ class PrefixSaves:
             tokens = as_tokens([*req.origin_input_ids, *req.output_ids])
             self._sketch.count_prefix(tracked.namespace, tokens, len(req.origin_input_ids))
 
-    def locked_tokens(self, protected: Callable[[], int]) -> int:
-        """Count the `protected` tokens of SGLang's tree that only saves have locked.
+    def locked_tokens(self) -> tuple[int, int]:
+        """Count the slots and rows of SGLang's tree that only saves have locked.
 
         If these did not count as room, SGLang would make requests wait for the disk.
         """
         if not self._saves:
-            return 0
-        before = protected()
+            return 0, 0
+        slots, rows = self._cache.tree_core.protected_size(), self._protected_rows()
         for save in self._saves:
             self._unlock(save)
-        after = protected()
+        slots -= self._cache.tree_core.protected_size()
+        rows -= self._protected_rows()
         for save in self._saves:
             # With new locks, as nodes may have been split.
             self._lock(save)
-        return int(before - after)
+        return int(slots), rows
 
     def _lock(self, save: _Save) -> None:
         save.locks = [self._cache.lock(save.last_node)]

@@ -26,8 +26,10 @@ from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import (
     CacheRequestHandle,
+    DecLockRefResult,
     EvictParams,
     EvictResult,
+    IncLockRefResult,
     MatchPrefixParams,
     MatchResult,
 )
@@ -60,6 +62,8 @@ class ImpressTreeCache(UnifiedRadixCache):
     loads: PrefixLoads
     loads_class: type[PrefixLoads] = PrefixLoads
     _serves = False
+    # Slots, and rows, that only writes have locked; None if locks have changed since.
+    _locked_by_writes: tuple[int, int] | None = None
 
     def __init__(
         self,
@@ -238,6 +242,8 @@ class ImpressTreeCache(UnifiedRadixCache):
     def check_hicache_events(self) -> None:
         """Called once per pass: collect results of other threads, and give slots to jobs."""
         if self._serves:
+            # SGLang may release locks of windows without `dec_lock_ref`.
+            self._locked_by_writes = None
             self.service.poll()
             self._forget_ended()
             self.loads.poll(self._saves)
@@ -321,8 +327,19 @@ class ImpressTreeCache(UnifiedRadixCache):
     def _locked_for_writes(self, *, rows: bool = False) -> int:
         if not self._serves:
             return 0
-        locked = self._allocation.protected_aux if rows else self.tree_core.protected_size
-        return self._saves.locked_tokens(locked)
+        if self._locked_by_writes is None:
+            self._locked_by_writes = self._saves.locked_tokens()
+        return self._locked_by_writes[rows]
+
+    # SGLang asks for sizes at each queued request, and saves may be many.
+
+    def inc_lock_ref(self, *args: Any, **keywords: Any) -> IncLockRefResult:
+        self._locked_by_writes = None
+        return super().inc_lock_ref(*args, **keywords)
+
+    def dec_lock_ref(self, *args: Any, **keywords: Any) -> DecLockRefResult:
+        self._locked_by_writes = None
+        return super().dec_lock_ref(*args, **keywords)
 
     def _describe_pool(self) -> dict[str, int]:
         """Count our tokens of the pool, by their use."""

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -117,6 +118,9 @@ def test_slots_that_are_written_count_as_room(tmp_path: Path, kind: type[World])
     budget = world.allocator.create_prefill_budget(world.cache, num_mixed_decode_tokens=0)
     assert budget.remaining_total == TOKENS * 4
     world.check_slots()
+    with mock.patch.object(world.cache.tree_core, "inc_lock_ref") as count:
+        assert budget.has_capacity()
+    assert not count.called, "SGLang asks at each queued request, and saves may be many"
     lock = world.cache.lock(last)
     assert world.cache.evictable_size() == TOKENS
     assert world.cache.evict(EvictParams(num_tokens=2 * TOKENS)).num_tokens_evicted == TOKENS
