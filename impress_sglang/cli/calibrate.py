@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -52,6 +53,8 @@ def calibrate(
 
     if not out.parent.is_dir():
         raise CommandError(f"there is no directory {out.parent}")
+    if out.is_dir() or not os.access(out.parent, os.W_OK):
+        raise CommandError(f"{out} cannot be written")
     contents = _read(texts)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -59,7 +62,7 @@ def calibrate(
         causal_model = AutoModelForCausalLM.from_pretrained(
             model, local_files_only=True, dtype=torch.float32
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # damaged files and missing packages raise many types
         raise CommandError(f"{model} cannot be loaded: {error}") from error
     ids = {
         kind: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:tokens]
@@ -185,13 +188,19 @@ class Prompts:
         """Use a causal model.
 
         Raises:
-            CommandError: it has no rotary embeddings.
+            CommandError: it has no rotary embeddings, or layers that do not attend to all tokens.
         """
         self._model = model
         self._generator = torch.Generator(model.device).manual_seed(_SEED)
         rotary = [module for name, module in model.named_modules() if name.endswith("rotary_emb")]
         if not rotary:
             raise CommandError(f"{type(model).__name__} has no rotary embeddings")
+        kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+        if others := kinds - {"full_attention", "attention"}:
+            raise CommandError(
+                f"{type(model).__name__} has layers of type {', '.join(sorted(others))}: servers "
+                "use a basis only where all layers attend to all tokens"
+            )
 
         @torch.no_grad()
         def table(positions: int) -> Tensor:

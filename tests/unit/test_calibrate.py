@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,9 @@ def test_models_that_are_not_understood_are_refused() -> None:
     plain = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
     with pytest.raises(CommandError, match="no rotary"):
         Prompts(plain)
+    for kind in ("Gemma2", "Qwen3Next"):
+        with pytest.raises(CommandError, match=r"layers of type \w+_attention"):
+            Prompts(make_model(kind))
     # It pairs neighbours.
     with pytest.raises(CommandError, match="unknown way"):
         Prompts(make_model("Cohere")).gradients(ids(40, 1))
@@ -162,6 +167,8 @@ def test_command_with_own_texts(
 ) -> None:
     text, out = tmp_path / "mine.txt", tmp_path / "own.basis"
     text.write_text("So it goes, and so it went on. " * 9)
+    cut = shutil.copytree(folder, tmp_path / "cut")
+    os.truncate(cut / "model.safetensors", 10_000)
     order = ["calibrate", "--model", str(folder), "--out", str(out), "--text", str(text)]
     assert main(order) == DONE
     assert "mine " in capsys.readouterr().out
@@ -169,7 +176,9 @@ def test_command_with_own_texts(
         (["--text", str(tmp_path / "none")], "cannot be read"),
         (["--text", str(text), str(text)], "two texts"),
         (["--out", str(tmp_path / "none" / "b")], "no directory"),
+        (["--out", str(folder)], "cannot be written"),
         (["--model", str(tmp_path)], "cannot be loaded"),
+        (["--model", str(cut)], "cannot be loaded"),
         (["--tokens", "60"], "fewer than"),
     ):
         out.unlink(missing_ok=True)
