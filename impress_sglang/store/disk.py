@@ -11,7 +11,7 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -139,11 +139,11 @@ class StoreDisk:
             foreign_segments = self.peers.begin(self.worker.journal.orders)
             unattached = UnattachedSegments(self.tree)
             unusable, orphans = unattached.restore(local_segments + foreign_segments)
-            if num_unreadable or self.peers.unreadable:
-                # Their parent may be a file that cannot be read now.
-                self.worker.unused_bytes += sum(segment.file_bytes for segment in orphans)
-            else:
-                unusable += orphans
+            # Their parent may be a file that cannot be read now.
+            unsure = num_unreadable or self.peers.unreadable
+            kept = set(orphans if unsure else self._with_unlisted_parent(orphans))
+            unusable += [segment for segment in orphans if segment not in kept]
+            self.worker.unused_bytes += sum(segment.file_bytes for segment in kept)
             for segment in unusable:
                 logger.warning(
                     "segment %s has no place: what it builds on is gone, or others are there; "
@@ -160,6 +160,15 @@ class StoreDisk:
             if enabled:
                 gc.enable()
         return unattached
+
+    def _with_unlisted_parent(self, orphans: Iterable[StoredSegment]) -> Iterator[StoredSegment]:
+        """Yield the orphans that build on a file which the journal of another server lacks."""
+        kept = set[str]()
+        for segment in orphans:
+            parent_id = segment.parent_hint
+            if parent_id in kept or (parent_id not in self.tree and self.peers.may_have(parent_id)):
+                kept.add(segment.segment_id)
+                yield segment
 
     def only_in_bucket(self, segment: StoredSegment) -> bool:
         return self.bucket is not None and segment.foreign_dir == self.bucket.home

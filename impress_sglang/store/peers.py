@@ -135,6 +135,18 @@ class Peers:
             segment.last_access = 1
         return [segment for segment in segments if segment.segment_id not in removed]
 
+    def may_have(self, segment_id: str) -> bool:
+        """Whether a folder has this segment's file, of which its journal need not know."""
+        for folder in self.folders:
+            try:
+                self._files.stat(self._directory.segment_path(segment_id, folder))
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                logger.warning("what another server stores cannot be read: %s", error)
+            return True
+        return False
+
     def trim(self, folder: Path, num_bytes: float, allowed: Collection[str] | None = None) -> int:
         """Remove `num_bytes` of the oldest segments of a folder that no server has locked, on the
         caller's thread; returns the bytes removed. `allowed`: ids of candidates."""

@@ -6,6 +6,7 @@ import itertools
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -113,21 +114,43 @@ def test_a_folder_without_a_server_is_served_and_taken_over(
     assert folder_of(alone).name == IDENTITY
 
 
-def test_own_segments_outlive_a_start_while_others_cannot_be_read(
-    bench: Workbench, two: Two
+def flip_last_line(journal: Path) -> None:
+    flip_byte(journal, journal.stat().st_size - 100)
+
+
+# What becomes of the journal of another server.
+JOURNAL_DAMAGE: dict[str, Callable[[Path], object]] = {
+    "cannot be read": lambda journal: None,
+    "flipped": flip_last_line,
+    "behind": lambda journal: journal.write_bytes(journal.read_bytes().splitlines(True)[0]),
+    "gone": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("damage", JOURNAL_DAMAGE)
+def test_own_segments_outlive_a_start_while_others_are_not_known(
+    bench: Workbench, two: Two, damage: str
 ) -> None:
     """They may build on what another server has."""
     first, second = two
     bench.put(second, prompt(1, 13))
     until_stored(first, prompt(1, 13))
     bench.put(first, prompt(1, 40))
+    bench.put(first, prompt(1, 60))
     bench.close(first)
+    bench.kill(second)
+    JOURNAL_DAMAGE[damage](folder_of(second) / "journal")
     files = FaultyFileSystem()
-    files.faults.add(Rule("EIO", "open", f"*{IDENTITY}.1/journal"))
+    if damage == "cannot be read":
+        files.faults.add(Rule("EIO", "open", f"*{IDENTITY}.1/journal"))
     again = bench.open(files=files)
-    assert length(again, prompt(1, 40)) == 0 and len(bench.files()) == 2
+    again.worker.submit(int).result()
+    assert length(again, prompt(1, 60)) == 0 and len(bench.files()) == 3
+    assert again.quota.summary()["used_bytes"] == 0 < again.worker.unused_bytes
+    # The next server of that folder finds its files.
+    bench.open()
     bench.close(again)
-    check_rows(bench.open(), prompt(1, 40))
+    check_rows(bench.open(), prompt(1, 60))
 
 
 @pytest.mark.parametrize("damage", ["gone", "flipped", "folder"])
