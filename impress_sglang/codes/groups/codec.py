@@ -180,7 +180,9 @@ def _range(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     step = ((high - rounded.float()) / _TOP).half()
     short = step.float() * _TOP + rounded.float() < high
     step = torch.where(short, _next(step, 1), step)
-    if not (rounded.isfinite().all() and step.isfinite().all()):
+    # What the highest code stands for may be more than `high`.
+    top = rounded.float() + step.float() * _TOP
+    if not (rounded.isfinite().all() and top.half().isfinite().all()):
         raise NotCodable("keys or values are beyond the ranges of half precision")
     return rounded, step
 
