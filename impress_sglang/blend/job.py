@@ -177,7 +177,7 @@ def groups_of(runs: Sequence[Run], max_tokens: int) -> list[list[Run]]:
     pages, end = set[tuple[str, int]](), -1
     for run in runs:
         segment, start = run.span.segment, run.start
-        size = segment.info.layout().codes[0].page_tokens
+        size = segment.info.geometry.codes[0].page_tokens
         while start < run.stop:
             part = run.part(start, min(run.stop, end if start < end else start + max_tokens))
             places = range(part.span.start // size, (part.span.stop - 1) // size + 1)
