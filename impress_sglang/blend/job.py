@@ -75,12 +75,12 @@ class BlendJob(LoadJob):
     def spans(self) -> tuple[StoredSpan, ...]:
         return tuple(run.span for run in self.runs)
 
-    @property
-    def tokens_by_origin(self) -> tuple[int, int, int]:
+    def tokens_by_origin(self, stop: int) -> tuple[int, int, int]:
         """See `LoadJob.tokens_by_origin`; the kept tokens come first."""
-        kept = int(np.argmax(np.append(self.kinds, TokenKind.COMPUTED) != TokenKind.KEPT))
+        kinds = self.kinds[: stop - self.start]
+        kept = int(np.argmax(np.append(kinds, TokenKind.COMPUTED) != TokenKind.KEPT))
         reused, computed = (
-            np.count_nonzero(self.kinds == kind) for kind in (TokenKind.REUSED, TokenKind.COMPUTED)
+            np.count_nonzero(kinds == kind) for kind in (TokenKind.REUSED, TokenKind.COMPUTED)
         )
         return kept, int(reused), int(computed)
 

@@ -136,7 +136,8 @@ class JobSlots:
         assert slots is not None and job.aux_slots is not None
         path = cache.path_device_indices(job.lock.node)[: job.start].to(torch.int64)
         # Provenance of its KVs, which follow those in the slots of `path`.
-        provenance, stored, kept = self._provenance, job.match.quality, job.tokens_by_origin[0]
+        provenance, stored = self._provenance, job.match.quality
+        kept, *_ = job.tokens_by_origin(job.stop)
         depth = stored.depth + (not job.kv_class.exact)
         provenance.mark(slots[:kept], depth, blended=stored.blended)
         if kept < len(slots):

@@ -244,7 +244,7 @@ class RequestTracker:
             return
         job.reads_reported = True
         sources.loaded += num_tokens
-        _, blended, computed = job.tokens_by_origin
+        _, blended, computed = job.tokens_by_origin(job.start + num_tokens)
         sources.blended += blended
         sources.computed += computed
         self.report_reads(tracked, job)

@@ -148,10 +148,10 @@ class LoadJob:
     def spans(self) -> tuple[StoredSpan, ...]:
         return self.match.slice(self.start, self.stop)
 
-    @property
-    def tokens_by_origin(self) -> tuple[int, int, int]:
-        """Numbers of tokens stored after the same tokens, stored after others, and not stored."""
-        return len(self), 0, 0
+    def tokens_by_origin(self, stop: int) -> tuple[int, int, int]:
+        """Numbers of its tokens before token `stop` that are stored after the same tokens, stored
+        after others, and not stored."""
+        return stop - self.start, 0, 0
 
     def revoke(self) -> None:
         """Take its slots away; nothing is written to them afterwards.

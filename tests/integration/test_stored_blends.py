@@ -84,7 +84,8 @@ def test_a_block_is_computed_between_two_passes(
     world.service.estimator.computing.observe(100, 5050.0, 0.01)
     req = world.request("r", PROMPT, **ASKED)
     job = read(world, req, monkeypatch)
-    assert len(job) >= 880 and job.tokens_by_origin[1] == len(job) - 16
+    _, reused, _ = job.tokens_by_origin(job.stop)
+    assert len(job) >= 880 and reused == len(job) - 16
     steps, positions = 0, [job.position]
     while world.waits(req):
         other = world.request(f"other-{steps}", document(50 + steps)[:40], blend="off")
@@ -100,13 +101,10 @@ def test_a_block_is_computed_between_two_passes(
     length = world.admit(req)
     assert length == job.stop == job.start + len(job)
     told = told_of(req)
-    assert told["why"]["reason"] == "blended" and told["blended_tokens"] == job.tokens_by_origin[1]
+    assert told["why"]["reason"] == "blended" and told["blended_tokens"] == reused
     assert told["path"] == "ssd" and told["approximate"] and told["bits"] == 6.0
     tokens = {source: count for source, count in told["tokens"].items() if count}
-    assert tokens == {
-        "blended": job.tokens_by_origin[1],
-        "computed": len(PROMPT) - job.tokens_by_origin[1],
-    }
+    assert tokens == {"blended": reused, "computed": len(PROMPT) - reused}
     world.compute(req)
     world.end(req)
     assert world.service.estimator.blending.observations == 1
@@ -150,6 +148,17 @@ def test_those_who_ask_at_once_share_a_blend(world: TreeWorld) -> None:
     assert [report["why"]["reason"] for report in told] == ["blended", "shared", "shared"]
     assert [report["loaded_tokens"] > 0 for report in told] == [True, False, False]
     assert sum(report["ssd_bytes"] > 0 for report in told) == 1
+
+
+@one_page_size
+def test_who_needs_a_part_of_a_blend_is_told_of_that_part(world: TreeWorld) -> None:
+    """Also if the one that asked for all of it has gone away."""
+    first = world.request("first", PROMPT, store=False, **ASKED)
+    short = world.request("short", [*PROMPT[:400], 1, 2], store=False, **ASKED)
+    world.abort(first)
+    told = world.serve(short)
+    assert told["blended_tokens"] == told["tokens"]["blended"] == 384
+    assert told["tokens"]["computed"] == 16 + 2
 
 
 def test_what_was_blended_is_stored_with_a_mark(world: TreeWorld) -> None:

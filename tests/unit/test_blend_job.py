@@ -383,8 +383,8 @@ def test_a_segment_that_cannot_be_read_is_computed_and_the_rest_reused(
     again = desk.planned(TWO)
     assert {run.span.segment for run in again.runs} == {left}
     keys, _ = desk.run(again)
-    assert again.state is JobState.LOADED and 0 < again.tokens_by_origin[1] <= len(again.runs[0])
-    (run,) = again.runs
+    (run,), (_, reused, _) = again.runs, again.tokens_by_origin(again.stop)
+    assert again.state is JobState.LOADED and 0 < reused <= len(run)
     assert not (keys[0][run.start : run.stop] == EMPTY).any()
     look_again(desk.store)
 
