@@ -22,7 +22,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,13 +157,14 @@ class BucketPeer:
 
     # Called on the store's thread.
 
-    def upload_backlog(self) -> None:
-        """Upload the segments of an earlier process, once all orders to purge are done."""
+    def upload_backlog(self, place: Callable[[StoredSegment], bool]) -> None:
+        """Upload the segments of an earlier process that have a place in the tree, once all orders
+        to purge are done."""
         if self._has_polled and not self._events:
             until = time.monotonic() + _MAX_POLL_SECONDS
             while self._unsent and time.monotonic() < until:
                 segment = self._unsent.popleft()
-                if segment.ready and not segment.info.reordered:
+                if segment.ready and place(segment) and not segment.info.reordered:
                     # A restart must not bring back what the quota has deleted.
                     fits = not self._max_bytes or self._listed_bytes < self._max_bytes
                     self.on_stored(segment, upload=fits)

@@ -11,7 +11,7 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -76,6 +76,8 @@ class StoreDisk:
         self.files = files or installed()
         self._seconds = config.io_timeout
         self._record_at = time.monotonic() + RECORD_SECONDS
+        # Own segments whose parent may be in the bucket.
+        self._orphans: list[StoredSegment] = []
         self.meter = QueryMeter()
         self.directory = directory or take_free(self.files, config.ssd_path, identity)
         self.peers = Peers(self.directory)
@@ -112,7 +114,11 @@ class StoreDisk:
             self._closing = undo.pop_all()
         self.peers.start()
         if self.bucket is not None:
-            self.bucket.begin(self.tree.segments(), self.worker.journal.orders)
+            for segment in self._orphans:
+                # Their objects are not other servers'.
+                self.bucket.on_stored(segment, upload=False)
+            segments = (*self.tree.segments(), *self._orphans)
+            self.bucket.begin(segments, self.worker.journal.orders)
         logger.info(
             "SSD store %s: %d segments, %.1f MB, O_DIRECT %s",
             self.directory.path,
@@ -142,16 +148,17 @@ class StoreDisk:
             # Their parent may be a file that cannot be read now.
             unsure = num_unreadable or self.peers.unreadable
             kept = set(orphans if unsure else self._with_unlisted_parent(orphans))
-            unusable += [segment for segment in orphans if segment not in kept]
-            self.worker.unused_bytes += sum(segment.file_bytes for segment in kept)
-            for segment in unusable:
-                logger.warning(
-                    "segment %s has no place: what it builds on is gone, or others are there; "
-                    "removed",
-                    segment.segment_id,
-                )
-            if unusable:
-                self.worker.delete({segment.segment_id: segment.file_bytes for segment in unusable})
+            others = [segment for segment in orphans if segment not in kept]
+            if self.bucket is None:
+                unusable += others
+            else:
+                # Their parent may be there; `place` comes after the first list of its objects.
+                self._orphans = others
+                for segment in others:
+                    unattached.postpone(segment, math.inf)
+            unused = (*kept, *self._orphans)
+            self.worker.unused_bytes += sum(segment.file_bytes for segment in unused)
+            self._remove(unusable)
             if is_large:
                 gc.freeze()
                 # The tree is garbage then, which the next opening of a store collects first.
@@ -169,6 +176,31 @@ class StoreDisk:
             if parent_id in kept or (parent_id not in self.tree and self.peers.may_have(parent_id)):
                 kept.add(segment.segment_id)
                 yield segment
+
+    def place(self, segment: StoredSegment) -> bool:
+        """Attach a segment of an earlier process to one that only the bucket has, or remove it.
+
+        Returns whether it is in the tree, also if it was.
+        """
+        if segment.segment_id in self.tree:
+            return True
+        self.worker.unused_bytes -= segment.file_bytes
+        self.unattached.add(segment)
+        self.unattached.forget(segment.segment_id)
+        is_attached = segment.segment_id in self.tree
+        if not is_attached and self.bucket is not None:
+            self._remove([segment])
+            self.bucket.on_removed(segment)
+        return is_attached
+
+    def _remove(self, unusable: Sequence[StoredSegment]) -> None:
+        for segment in unusable:
+            logger.warning(
+                "segment %s has no place: what it builds on is gone, or others are there; removed",
+                segment.segment_id,
+            )
+        if sizes := {segment.segment_id: segment.file_bytes for segment in unusable}:
+            self.worker.delete(sizes)
 
     def only_in_bucket(self, segment: StoredSegment) -> bool:
         return self.bucket is not None and segment.foreign_dir == self.bucket.home

@@ -161,7 +161,7 @@ class PrefixStore:
             if not self._orders[0].unfinished:
                 del self._orders[0]
         elif bucket is not None:
-            bucket.upload_backlog()
+            bucket.upload_backlog(self._disk.place)
         ended = [task for task in self._tasks if task[1].done()]
         self._tasks = [task for task in self._tasks if task not in ended]
         for task, future in ended:

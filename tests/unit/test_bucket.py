@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import os
 import shutil
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,13 +18,11 @@ from impress_sglang.paper.store import PartStore
 from impress_sglang.storage.directory import segment_files
 from impress_sglang.store import bucket as bucket_module
 from impress_sglang.store import bucket_peer as peer_module
-from impress_sglang.store.bucket import Bucket
 from impress_sglang.store.miss_log import MissCause
 from impress_sglang.store.writing import StoreOutcome
+from tests.unit.bucket_world import Faults, World, obstore
 from tests.unit.kv_factory import IDENTITY
 from tests.unit.store_factory import (
-    SHAPES,
-    Workbench,
     check_rows,
     gb,
     length,
@@ -39,55 +34,6 @@ from tests.unit.store_factory import (
     until,
     use,
 )
-
-obstore = pytest.importorskip("obstore")
-URL = "s3://bucket/prefix"
-
-
-class Faults(Bucket):
-    """A bucket in memory that fails where a test says so."""
-
-    def __init__(self) -> None:
-        store = obstore.store.MemoryStore()
-        super().__init__(store, store, URL)
-        self.fails: Callable[[str, str], bool] = lambda what, name: False
-        self.counts = Counter[str]()
-        self.ahead = datetime.timedelta()
-        verbs = "list", "get", "get_range", "put", "delete"
-        asks = {what: functools.partial(self._ask, what) for what in verbs}
-        self._obstore = SimpleNamespace(**asks)
-
-    def _ask(self, what: str, store: Any, name: Any, *arguments: Any, **how: Any) -> Any:
-        self.counts[what] += 1
-        if self.fails(what, name):
-            raise RuntimeError("a test")
-        found = getattr(obstore, what)(store, name, *arguments, **how)
-        return map(self._dated, found) if what == "list" else found
-
-    def _dated(self, page: Any) -> Any:
-        """By a clock that is ahead."""
-        return [row | {"last_modified": row["last_modified"] + self.ahead} for row in page]
-
-    @property
-    def segments(self) -> list[str]:
-        found = obstore.list(self._store, IDENTITY).collect()
-        return [row["path"] for row in found if row["path"].endswith(".kv")]
-
-
-class World:
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self.benches: dict[str, Workbench] = {}
-
-    def open(self, name: str, **options: Any) -> PartStore:
-        if name not in self.benches:
-            self.benches[name] = Workbench(self._root / name, SHAPES["probe heads"])
-        return self.benches[name].open(store=URL, **options)
-
-    def put(self, name: str, store: PartStore, *tokens: tuple[int, ...], **options: Any) -> None:
-        for sequence in tokens:
-            self.benches[name].put(store, sequence, **options)
-            store.poll()
 
 
 @pytest.fixture(autouse=True)
@@ -430,6 +376,41 @@ def test_who_may_only_read_follows(world: World, bucket: Faults) -> None:
     for number in (1, 2):
         check_rows(second, prompt(number))
     assert second.summary()["bucket"]["state"] == "ok" and len(bucket.segments) == 1
+
+
+def test_what_builds_on_an_object_outlives_a_start(world: World, bucket: Faults) -> None:
+    """Only after a look at the bucket is it known whether there is a place for it."""
+    first, second = world.open("a"), world.open("b")
+    world.put("a", first, prompt(1, 13))
+    until_found(second, prompt(1, 13))
+    world.benches["a"].close(first)
+    bucket.fails = lambda what, name: what == "put"
+    world.put("b", second, prompt(1, 40), prompt(1, 60), prompt(2))
+    world.benches["b"].close(second)
+    bucket.fails = lambda what, name: True
+    second = world.open("b")
+    until(second, lambda: bucket.failures)
+    assert lengths(second, 2) == [8] and not length(second, prompt(1, 60))
+    used, waiting = second.quota.missing(0), second.worker.unused_bytes
+    assert waiting == sum(segment.file_bytes for segment in second._disk._orphans) > 0
+
+    bucket.fails = lambda what, name: False
+    until_found(second, prompt(1, 60))
+    assert second.quota.missing(0) == used and not second.worker.unused_bytes
+    until(second, lambda: second.summary()["bucket"]["sent"] == 3)
+    until_found(third := world.open("c"), prompt(1, 60))
+    check_rows(third, prompt(1, 60))
+    # Nor is it taken for another server's.
+    world.benches["b"].close(second)
+    until_found(second := world.open("b"), prompt(1, 60))
+    until(second, lambda: not second._disk.bucket._unsent)
+    until_kept(second, 3)
+    world.benches["b"].close(second)
+    purge(third, prompt(1, 13))
+    until(third, lambda: len(bucket.segments) == 1)
+    second = world.open("b")
+    until(second, lambda: len(world.benches["b"].files()) == 1)
+    assert not second.worker.unused_bytes
 
 
 def test_a_read_may_outlast_the_store(world: World, bucket: Faults) -> None:

@@ -1,0 +1,67 @@
+"""A bucket in memory that fails where a test says so, and servers that share it."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from impress_sglang.paper.store import PartStore
+from impress_sglang.store.bucket import Bucket
+from tests.unit.kv_factory import IDENTITY
+from tests.unit.store_factory import SHAPES, Workbench
+
+obstore = pytest.importorskip("obstore")
+URL = "s3://bucket/prefix"
+
+
+class Faults(Bucket):
+    """A bucket in memory that fails where a test says so."""
+
+    def __init__(self) -> None:
+        store = obstore.store.MemoryStore()
+        super().__init__(store, store, URL)
+        self.fails: Callable[[str, str], bool] = lambda what, name: False
+        self.counts = Counter[str]()
+        self.ahead = datetime.timedelta()
+        verbs = "list", "get", "get_range", "put", "delete"
+        asks = {what: functools.partial(self._ask, what) for what in verbs}
+        self._obstore = SimpleNamespace(**asks)
+
+    def _ask(self, what: str, store: Any, name: Any, *arguments: Any, **how: Any) -> Any:
+        self.counts[what] += 1
+        if self.fails(what, name):
+            raise RuntimeError("a test")
+        found = getattr(obstore, what)(store, name, *arguments, **how)
+        return map(self._dated, found) if what == "list" else found
+
+    def _dated(self, page: Any) -> Any:
+        """By a clock that is ahead."""
+        return [row | {"last_modified": row["last_modified"] + self.ahead} for row in page]
+
+    @property
+    def segments(self) -> list[str]:
+        found = obstore.list(self._store, IDENTITY).collect()
+        return [row["path"] for row in found if row["path"].endswith(".kv")]
+
+
+class World:
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.benches: dict[str, Workbench] = {}
+
+    def open(self, name: str, **options: Any) -> PartStore:
+        if name not in self.benches:
+            self.benches[name] = Workbench(self._root / name, SHAPES["probe heads"])
+        return self.benches[name].open(store=URL, **options)
+
+    def put(self, name: str, store: PartStore, *tokens: tuple[int, ...], **options: Any) -> None:
+        for sequence in tokens:
+            self.benches[name].put(store, sequence, **options)
+            store.poll()
