@@ -260,6 +260,13 @@ def test_what_is_refused(
         make(host_pool("layer_first", kind), **how)
 
 
+def test_adapters_are_refused(make: Make, weights: PageStoreGuard) -> None:
+    """Others of the same name and path would have the same pages."""
+    weights.context.server_args.enable_lora = True
+    with pytest.raises(UnsupportedError, match="drop --enable-lora"):
+        make(host_pool("layer_first"))
+
+
 def test_none_is_attached_to_a_running_server(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of another one: nobody has watched the weights since the start."""
     monkeypatch.setattr(compat, "scheduler", None)

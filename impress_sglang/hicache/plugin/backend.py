@@ -165,6 +165,9 @@ class ImpressStorage(HiCacheStorage):
         check_values(options, {why: ("attn_dp_size", (1,))})
         if options.enable_dp_attention or storage_config.should_split_heads:
             raise UnsupportedError(f"IMPRESS {why}: drop --enable-dp-attention or tp_lcm_size")
+        # HiCache's keys have the id of an adapter, which SGLang makes of its name and path.
+        why = "cannot tell an adapter from what was at its path before, by HiCache's keys"
+        check_values(options, {why: ("enable_lora lora_paths", (None, False))})
         self._weights.attach(self)
 
     def open_pages(self, identity: str) -> PageStore:
