@@ -159,7 +159,8 @@ class _Sample:
             layers = range(len(kvs))
             costs = [[_products([draw[i][j] for draw in draws]) for j in range(2)] for i in layers]
             sizes = [matrix.diagonal(dim1=1, dim2=2).sum() for layer in costs for matrix in layer]
-            size = torch.stack(sizes).log2().mean().exp2()
+            # No prediction may depend on a layer that was added to a model or cut out of it.
+            size = torch.stack([size for size in sizes if size > 0]).log2().mean().exp2()
             if not self._metric:
                 self._metric = [[torch.zeros_like(matrix) for matrix in layer] for layer in costs]
             for sums, layer in zip(self._metric, costs, strict=True):

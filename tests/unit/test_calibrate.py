@@ -102,6 +102,15 @@ def test_more_bits_change_predictions_less(kind: str) -> None:
     assert basis.model.startswith(f"{kind}ForCausalLM ") and other.model != basis.model
 
 
+@pytest.mark.parametrize("name", ["o_proj", "q_proj"])
+def test_a_layer_may_be_without_effect(name: str) -> None:
+    """Such as one that was added to a model; or its keys only are."""
+    model = make_model()
+    getattr(model.model.layers[1].self_attn, name).weight.data.zero_()
+    ((basis,),) = calibrated(Prompts(model), TEXTS)
+    assert max(basis.notes["kl"]["6"].values()) < 0.01
+
+
 def test_ranks_are_as_good_in_more_bits() -> None:
     """More ranks than heads share them."""
     whole, split = calibrated(Prompts(make_model()), TEXTS, [1, 2, 4])

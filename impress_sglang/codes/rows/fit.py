@@ -171,7 +171,10 @@ def _solve(moments: Moments, layer: int, metric: Sequence[Tensor] | None) -> _So
         residual = residual - explained - explained.T + weights.T @ below @ weights
     if metric is None:
         metric = _by_variance(moments, layer)
-    roots = [_roots(matrix.double()) for matrix in metric]
+    # No prediction may depend on a head. With the least number, its inverse would be infinite.
+    sizes = torch.cat([matrix.diagonal(dim1=1, dim2=2).mean(1).double() for matrix in metric])
+    least = float(sizes.max()) * _MIN_VARIANCE + torch.finfo(torch.float64).tiny
+    roots = [_roots(matrix.double(), least) for matrix in metric]
     root, inverse_root = (torch.block_diag(*blocks) for blocks in zip(*roots, strict=True))
     variances, vectors = torch.linalg.eigh(root @ residual @ root)
     variances, vectors = variances.flip(0), vectors.flip(1)
@@ -196,9 +199,9 @@ def _by_variance(moments: Moments, layer: int) -> list[Tensor]:
     return metrics
 
 
-def _roots(metric: Tensor) -> tuple[Tensor, Tensor]:
+def _roots(metric: Tensor, least: float) -> tuple[Tensor, Tensor]:
     """Return square roots of the metrics of all heads, and their inverses, float64 [X, X]."""
-    size = metric.diagonal(dim1=1, dim2=2).mean(1).clamp_min(torch.finfo(torch.float64).tiny)
+    size = metric.diagonal(dim1=1, dim2=2).mean(1).clamp_min(least)
     eye = torch.eye(metric.shape[1], dtype=torch.float64, device=metric.device)
     values, vectors = torch.linalg.eigh(
         (metric + metric.mT) / 2 + _METRIC_FLOOR * size[:, None, None] * eye
