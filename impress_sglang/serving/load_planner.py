@@ -256,7 +256,12 @@ class LoadPlanner:
         have = match.num_tokens
         if have - prefix >= min_tokens:
             usable = self.usable_tokens(match) if self._windows is not None or self.states else have
-            return Reason.NO_STATE if usable - prefix < min_tokens else Reason.NO_BUFFERS, ""
+            if usable - prefix < min_tokens:
+                return Reason.NO_STATE, ""
+            rest, in_codes = match.slice(prefix, have), not service.class_of(wanted).exact
+            fits = store.readers.can_read(rest, in_codes=in_codes)
+            # Its job may have lost its slots each time, or another rank may lack it.
+            return Reason.NOT_OPENED if fits else Reason.NO_BUFFERS, ""
         have = max(have, report["resident_tokens"], prefix)
         # Tokens that are stored beyond these and cannot be used.
         known = store.tree.match(name, tokens, min_quality=ANYTHING, only_ready=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import shutil
 import time
@@ -29,6 +30,7 @@ from tests.unit.store_checks import check_store
 from tests.unit.store_factory import (
     COARSE,
     OTHER_IDENTITY,
+    Room,
     Workbench,
     check_rows,
     gb,
@@ -314,6 +316,23 @@ def test_room_comes_from_folders_without_a_server(
     until(second, lambda: second._disk.peers.num_bytes == bench.one)
     assert lengths(second, 3, 4, 5) == [8, 8, 8] and sum(lengths(second, 1, 2)) == 8
     assert len(bench.files()) == 4
+
+
+def test_no_more_goes_than_is_needed_until_the_free_space_is_measured(bench: Workbench) -> None:
+    files = Room()
+    first, second = bench.open(files=files), bench.open(files=files)
+    bench.put_all(first, *range(8))
+    until_stored(second, prompt(7))
+    bench.kill(first)
+    files.leave(second, 0)
+    second.health._measured_at = math.inf
+    outcomes = []
+    for number in range(20, 24):
+        outcomes.append(bench.offer(second, prompt(number)))
+        second.worker.submit(int).result()
+        second.poll()
+    assert outcomes == 2 * [StoreOutcome.NO_SPACE, StoreOutcome.ACCEPTED]
+    assert len(bench.files()) == 8
 
 
 def test_servers_share_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
