@@ -274,7 +274,10 @@ class ImpressConfig:
     @property
     def ssd_path(self) -> Path:
         """Directory of the SSD store, with `~` resolved."""
-        return Path(self.ssd_dir).expanduser()
+        try:
+            return Path(self.ssd_dir).expanduser()
+        except RuntimeError as error:
+            raise ConfigError(f"--impress-ssd-dir {self.ssd_dir}: {error}") from error
 
     @property
     def kept(self) -> str:

@@ -7,6 +7,7 @@ flags set do not apply here: the next server removes segments beyond its quota.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -131,10 +132,13 @@ def gc(root: Path) -> list[Row]:
 
 
 def order(root: Path, verb: str, selection: Selection) -> list[Row]:
-    """Run `pin`, `unpin` or `purge` in all stores that have the prefix."""
+    """Run `pin`, `unpin` or `purge` in all stores of this format that have the prefix."""
+    age = selection.get("older_than")
+    if age is not None and not 0 <= age < math.inf:
+        raise CommandError(f"--older-than must be a number of seconds, got {age}")
     with contextlib.ExitStack() as stack:
         stores = dict[str, tuple[PrefixStore, Any]]()
-        for path in stores_in(root):
+        for path in stores_of_this_format(root):
             store = stack.enter_context(opened(path))
             if (target := target_of(store, selection)) is not None:
                 stores[path.name] = store, target
@@ -144,7 +148,6 @@ def order(root: Path, verb: str, selection: Selection) -> list[Row]:
             counts = {name: store.pins.unpin(*target) for name, (store, target) in stores.items()}
             return [{"store": name, "unpinned": count} for name, count in counts.items()]
         if verb == "purge":
-            age = selection.get("older_than")
             return [{"store": name, **_purge(*stores[name], age)} for name in stores]
         refusals = {name: store.pins.pin(*target) for name, (store, target) in stores.items()}
         if None not in refusals.values():
@@ -155,13 +158,21 @@ def order(root: Path, verb: str, selection: Selection) -> list[Row]:
 
 def stores_in(root: Path) -> list[Path]:
     """Return the folders of all stores, one per model, in an `--impress-ssd-dir`."""
-    root = root.expanduser()
     try:
         stores = [root / name for name in FILES.list(root) if is_store(FILES, root / name)]
     except OSError as error:
         raise Unreachable(f"{root} cannot be read: {error}") from error
     if not stores:
         raise Unreachable(f"there is no store in {root}")
+    return stores
+
+
+def stores_of_this_format(root: Path) -> list[Path]:
+    """Like `stores_in`, for commands that open them: what another version has stored would seem
+    damaged, and be set aside."""
+    stores = [path for path in stores_in(root) if format_of(FILES, path) == FORMAT_VERSION]
+    if not stores:
+        raise Unreachable(f"there is no store of this version in {root}")
     return stores
 
 
@@ -247,7 +258,11 @@ def _purge(store: PrefixStore, target: Any, age: float | None) -> Row:
 
 
 def _remove(path: Path) -> None:
-    if not remove_store(FILES, path):
+    try:
+        removed = remove_store(FILES, path)
+    except OSError as error:
+        raise Unreachable(f"{path} cannot be removed: {error}") from error
+    if not removed:
         raise _in_use(path)
 
 

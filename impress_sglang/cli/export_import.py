@@ -28,6 +28,7 @@ from impress_sglang.cli.directory import (
     namespace_in,
     opened,
     stores_in,
+    stores_of_this_format,
     target_of,
 )
 from impress_sglang.config import ImpressConfig, bytes_of
@@ -66,7 +67,7 @@ def export(root: Path, selection: Selection, path: Path, name: str | None) -> Ro
     Without a prefix, exports the whole namespace; with one, its segments and all that they build
     on. `name`: the store, if there are several.
     """
-    stores = {path.name: path for path in stores_in(root)}
+    stores = {path.name: path for path in stores_of_this_format(root)}
     if name is None and len(stores) == 1:
         (name,) = stores
     if name not in stores:
@@ -94,7 +95,7 @@ def import_(root: Path, selection: Selection, path: Path) -> Row:
     tokens diverge inside a stored segment has no place in the tree: it and all that builds on it
     are left out.
     """
-    namespace, root = namespace_in(selection), root.expanduser()
+    namespace = namespace_in(selection)
     contents, exported = _read(path)
     first = next(exported.segments()).info
     if contents["namespace"] != _keyed(str(contents["key"]), namespace):

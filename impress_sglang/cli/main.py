@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,14 @@ HICACHE = {
 Option = tuple[str, dict[str, Any]]
 
 
-def _required(name: str, kind: type, text: str, **options: Any) -> Option:
+def _folder(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
+
+
+def _required(name: str, kind: Callable[[str], Any], text: str, **options: Any) -> Option:
     return name, {"type": kind, "required": True, "help": text, **options}
 
 
@@ -107,7 +114,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str, tuple[Option, ...]]] = {
         "print what makes SGLang's HiCache store its pages here: the value of "
         "--hicache-storage-backend-extra-config",
         (
-            _required("--ssd-dir", Path, "directory of the pages"),
+            _required("--ssd-dir", _folder, "directory of the pages"),
             _required("--ssd-gb", float, "quota of all pages in it, in GB (10^9 bytes)"),
             _optional("--bits", float, "of each number; default: exact", choices=BITS),
         ),
@@ -165,7 +172,7 @@ def parser() -> argparse.ArgumentParser:
             default = None if "--url" in targets else DEFAULT_SSD_DIR
             instead = f"default: {default}" if default else "in place of a server"
             dir_help = f"an --impress-ssd-dir that no server uses; {instead}"
-            command.add_argument("--dir", type=Path, default=default, help=dir_help)
+            command.add_argument("--dir", type=_folder, default=default, help=dir_help)
         if "--url" in targets:
             key = os.environ.get(KEY_VARIABLE)
             command.add_argument("--url", default=URL, help=f"running server; default: {URL}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -23,10 +24,10 @@ class Server:
         self._api_key = api_key or key
 
     def stats(self) -> dict[str, Any]:
-        return self._ask("GET", "/impress/stats", self._api_key)
+        return self._ask("GET", "/impress/stats", self._api_key, field="store")
 
     def overview(self) -> dict[str, Any]:
-        return self._ask("GET", "/impress/overview", self._key)
+        return self._ask("GET", "/impress/overview", self._key, field="stats")
 
     def order(self, verb: str, prefix: dict[str, Any] | None = None) -> Any:
         return self._ask("POST", f"/impress/{verb}", self._key, prefix)
@@ -49,10 +50,20 @@ class Server:
         self._send("POST", f"/flush_cache?timeout={FLUSH_TIMEOUT_S:g}", self._key)
 
     def _ask(
-        self, method: str, path: str, key: str | None, body: dict[str, Any] | None = None
+        self,
+        method: str,
+        path: str,
+        key: str | None,
+        body: dict[str, Any] | None = None,
+        field: str | None = None,
     ) -> dict[str, Any]:
+        """Send a request; return its answer, which must have `field`."""
         try:
-            return json.loads(self._send(method, path, key, body))
+            answer: Any = json.loads(self._send(method, path, key, body))
+            is_ours = isinstance(answer, dict | list) and (field is None or field in answer)
+            if not is_ours:
+                raise ValueError(f"{answer!r:.100}")
+            return answer
         except ValueError as error:
             raise Unreachable(f"{self._url} does not answer as expected: {error}") from error
 
@@ -69,11 +80,12 @@ class Server:
                 headers,
                 method=method,
             )
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-                return response.read()
-        except urllib.error.HTTPError as error:
-            raise _meaning(error) from error
-        except (OSError, ValueError) as error:
+            try:
+                with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+                    return response.read()
+            except urllib.error.HTTPError as error:
+                raise _meaning(error) from error
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise Unreachable(f"{self._url} does not answer as expected: {error}") from error
 
 

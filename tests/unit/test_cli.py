@@ -5,16 +5,18 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from impress_sglang.cli import DAMAGED, DONE, EXIT_STATUS, REFUSED, UNREACHABLE
+from impress_sglang.cli import DAMAGED, DONE, EXIT_STATUS, REFUSED, UNREACHABLE, directory
 from impress_sglang.cli.main import main
 from impress_sglang.serving.report import RequestTotals
 from impress_sglang.storage.directory import MARKER
@@ -186,6 +188,7 @@ def test_orders_reach_a_server(
         (404, b"", UNREACHABLE, "no IMPRESS"),
         (500, b"oops", UNREACHABLE, "500"),
         (200, b"oops", UNREACHABLE, "as expected"),
+        (200, b"null", UNREACHABLE, "as expected"),
     ],
 )
 def test_what_a_server_refuses(
@@ -195,6 +198,43 @@ def test_what_a_server_refuses(
     assert main(["pin", "--text", "a", "--url", stub.url]) == status
     captured = capsys.readouterr()
     assert message in captured.err and not captured.out
+
+
+@pytest.mark.parametrize("command", ["stat", "verify", "pin --text a"])
+@pytest.mark.parametrize("said", ["SSH-2.0", "HTTP/1.1 200 OK", "HTTP/1.1 500 Oh"])
+def test_what_is_no_answer(capsys: Output, command: str, said: str) -> None:
+    """That of another protocol, or one that is cut off."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(30)
+
+        def answer() -> None:
+            with server.accept()[0] as connection:
+                connection.recv(1 << 16)
+                connection.sendall(f"{said}\r\nContent-Length: 99\r\n\r\n{{".encode())
+
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(answer)
+            url = f"http://127.0.0.1:{server.getsockname()[1]}"
+            assert main([*command.split(), "--url", url]) == UNREACHABLE
+    assert "as expected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["stat", "ls"])
+@pytest.mark.parametrize("answer", [b"{}", b"[]", b"7", None])
+def test_who_is_no_server_of_ours(
+    stub: StubServer, capsys: Output, command: str, answer: bytes | None
+) -> None:
+    stub.answer = answer or b""
+    url = "http://127.0.0.1:port" if answer is None else stub.url
+    assert main([command, "--url", url]) == UNREACHABLE
+    assert "as expected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["ls --dir", "hicache-config --ssd-gb=1 --ssd-dir"])
+def test_a_home_that_nobody_has(capsys: Output, command: str) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main([*command.split(), "~nobody-at-all/kv"])
+    assert refused.value.code == REFUSED and "home directory" in capsys.readouterr().err
 
 
 def test_exit_codes_are_in_the_help_and_in_the_documentation(capsys: Output) -> None:
@@ -306,6 +346,7 @@ def test_pins_without_a_server_hold_in_one(tenants: Workbench, capsys: Output) -
         (["pin", "--ids", ",".join(["7"] * 64)], "0 of its 64 tokens are stored"),
         (["pin", "--ids", ",".join(["7"] * 63)], "at least 64 tokens"),
         (["purge", "--ids", ",".join([str(2**31)] * 64)], "2^31"),
+        *((["purge", f"--older-than={age}"], "--older-than") for age in ("-1", "nan", "inf")),
     ],
 )
 def test_wrong_orders_change_nothing(
@@ -363,3 +404,45 @@ def test_stores_of_other_formats(left: Workbench, capsys: Output) -> None:
     sizes = [path.stat().st_size for path in (left.root / older).glob("segments/*/*")]
     assert sorted(removed(capsys, left)) == [*[(0, 0)] * 3, (3, sum(sizes))]
     assert {path.name for path in left.root.iterdir()} == {IDENTITY, OTHER_IDENTITY, newer}
+
+
+@pytest.mark.parametrize("command", ["pin", "unpin", "purge", "export"])
+def test_what_another_version_has_stored_is_left_alone(
+    bench: Workbench, capsys: Output, command: str, tmp_path: Path
+) -> None:
+    """By commands that open stores: this version understands neither its index nor its files."""
+    store = bench.open()
+    bench.put_all(store, *range(6))
+    bench.close(store)
+    folder, files = bench.root / IDENTITY, bench.files()
+    for path in (folder / MARKER, *folder.rglob("*.kv")):
+        content = path.read_bytes()
+        for name in ("format", "version"):
+            content = content.replace(
+                f'"{name}": {FORMAT_VERSION}'.encode(), b'"%s": 99' % name.encode()
+            )
+        path.write_bytes(content)
+    (folder / "journal").write_bytes(b"of another version")
+    target = [tmp_path / "out"] if command == "export" else []
+    ids = ",".join(map(str, CONVERSATION))
+    arguments = [*map(str, (command, *target, "--ids", ids, "--dir", bench.root))]
+    assert main(arguments) == UNREACHABLE
+    assert "of this version" in capsys.readouterr().err
+    other = bench.open(OTHER_IDENTITY)
+    bench.put(other, CONVERSATION, namespace=NONE)
+    bench.close(other)
+    assert main(arguments) == DONE and bench.files() >= files
+
+
+@pytest.mark.parametrize("command", ["clear --yes", "gc"])
+def test_a_store_that_cannot_be_removed(
+    left: Workbench, capsys: Output, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(f"{path} is immutable")
+
+    marker = left.root / IDENTITY / MARKER
+    marker.write_text(json.dumps({**json.loads(marker.read_text()), "format": 1}))
+    monkeypatch.setattr(directory.FILES, "unlink", refuse)
+    assert main([*command.split(), "--dir", str(left.root)]) == UNREACHABLE
+    assert "cannot be removed" in capsys.readouterr().err

@@ -254,3 +254,8 @@ def test_enable_for_engine_sets_the_variable_that_children_read(
 
     assert (config.ssd_dir, config.bits) == ("/nvme/kv", 5.0)
     assert ImpressConfig.from_environment() == config
+
+
+def test_a_home_that_nobody_has() -> None:
+    with pytest.raises(ConfigError, match="--impress-ssd-dir ~nobody-at-all/kv"):
+        _ = ImpressConfig(ssd_dir="~nobody-at-all/kv").ssd_path
