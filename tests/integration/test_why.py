@@ -113,6 +113,7 @@ SET: tuple[tuple[Callable[[World], object], str, object, Reason, str], ...] = (
     (the_segment, "state", SegmentState.SUSPECT, Reason.DAMAGED, ""),
     (lambda world: world.service.store._memory.buffers, "limit_bytes", 1, Reason.NO_BUFFERS, ""),
     (lambda world: world.service.store.readers, "open", unreadable, Reason.NOT_OPENED, ""),
+    (lambda world: world.jobs._pool, "take", lambda job: False, Reason.NOT_OPENED, ""),
     (lambda world: world.service, "suspended_by", "a test", Reason.OTHER_WEIGHTS, ": a test."),
     (
         lambda _: request_tracker,
