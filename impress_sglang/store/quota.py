@@ -209,8 +209,10 @@ class Quota:
             del self._removing[path]
             if removing.exception() is not None or not removing.result():
                 self._served[path] = time.monotonic()
-            elif path in self._other_stores:
-                self._health.free_bytes += self._other_stores.pop(path)
+            else:
+                # An estimate until the next measurement; without it more would be removed.
+                trimmed_bytes = removing.result()
+                self._health.free_bytes += self._other_stores.pop(path, trimmed_bytes)
 
     def _remove_unserved(self, needed_bytes: int) -> bool:
         """Start removing stores of other models, or the oldest segments of a folder of this model,
