@@ -115,7 +115,7 @@ class PrefixStore:
 
     def match(self, namespace: str, tokens: Tokens, *, min_quality: Quality = EXACT) -> StoredMatch:
         """Return the longest published prefix of `tokens` of at least `min_quality`."""
-        self.poll()
+        self._poll()
         if not self.health.readable:
             return StoredMatch()
         return self.tree.match(self.namespace(namespace), tokens, min_quality=min_quality)
@@ -134,12 +134,17 @@ class PrefixStore:
         Everything that depends on a clock, the disk or a thread changes the tree only here.
         """
         if not self._closed:
+            # Not in `match`: many requests may arrive between two passes.
+            self.readers.update_expected()
+        self._poll()
+
+    def _poll(self) -> None:
+        if not self._closed:
             self._collect()
             self._start_due()
 
     def _collect(self) -> None:
         bucket = self._disk.bucket
-        self.readers.update_expected()
         self.readers.release_closed()
         self.writes.poll()
         self.quota.collect_removals()

@@ -205,7 +205,7 @@ def test_states_are_found_without_a_look_at_each_place(monkeypatch: pytest.Monke
     assert len(looked) == 1
 
 
-def test_of_requests_for_one_prefix_the_caches_are_told_once(
+def test_of_requests_for_one_prefix_or_parts_of_it_the_caches_are_told_once(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many arrive between two passes, each of which looks up what it needs."""
@@ -224,9 +224,15 @@ def test_of_requests_for_one_prefix_the_caches_are_told_once(
     store.poll()
     assert (len(told), len(asked)) == once
 
-    lookahead.set_queue([str(number) for number in range(20)])
+    for number in range(1, 8):
+        lookahead.set_expected(f"part {number}", look_up(store, prompt(1)[:number]).spans)
+    assert (len(told), len(asked)) == once
     store.poll()
     assert (len(told), len(asked)) == (2 * once[0], 2 * once[1])
+
+    lookahead.set_queue([str(number) for number in range(20)])
+    store.poll()
+    assert (len(told), len(asked)) == (3 * once[0], 3 * once[1])
 
 
 class Lookups(Counter[str]):

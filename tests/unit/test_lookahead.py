@@ -128,7 +128,8 @@ def test_what_a_request_waits_for_stays_in_the_cache(tmp_path: Path, coded: bool
     store = bench.open(host_gb=gb(50 * 4096), **options)
 
     def read(prefix: range) -> int:
-        """Bytes from SSD, for all that is certain to be read of a prefix."""
+        """Bytes from SSD, for all that is certain to be read of a prefix in a pass."""
+        store.poll()
         match = look_up(store, prefix)
         assert match.num_tokens == len(prefix)
         if coded:
