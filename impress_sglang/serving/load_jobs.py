@@ -299,7 +299,11 @@ class JobLoader:
                 self._load(*opened.popleft(), opened)
 
     def _open(self, opened: _Opened, *, wait: bool = False) -> None:
-        """Open the jobs queued meanwhile, so that they are read ahead."""
+        """Open the jobs queued meanwhile, so that they are read ahead.
+
+        `wait` for one if none is being loaded.
+        """
+        idle = wait
         while self._accepting and (wait or not self._tasks.empty()):
             job, wait = self._tasks.get(), False
             if job is None:
@@ -321,7 +325,7 @@ class JobLoader:
                     opened.append((job, source))
             else:
                 try:
-                    if not opened:
+                    if idle and not opened:
                         job()
                 except Exception:
                     logger.exception("reading could not be measured")

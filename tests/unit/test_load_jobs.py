@@ -243,6 +243,19 @@ class TestLoader:
         wait_until(lambda: not desk.store.poll() and desk.store.health.readable)
         desk.check(desk.load(FIRST))
 
+    def test_nothing_is_measured_while_a_job_is_loaded(self, make: Make) -> None:
+        """Its reads are measured, and would wait for others."""
+        desk = make(readahead=0.0)
+        desk.put(FIRST, OTHER)
+        hang = Rule("hang", "block", after=1)
+        with desk.faults.injected(hang):
+            job = desk.begin(OTHER)
+            wait_until(lambda: hang.hits)
+            desk.loader.measure(desk.store, look_up(desk.store, FIRST).spans, exact=True)
+        desk.wait(job)
+        wait_until(lambda: not desk.loader._measuring)
+        assert desk.store.stats.bytes_read == job.read_stats.ssd_bytes
+
     @pytest.mark.parametrize("host_gb", [4e-5, LARGE], ids=["a layer", "a span"])
     def test_what_is_cached_is_not_measured(self, make: Make, host_gb: float) -> None:
         """Else a drive that was slow would stay so for ever where all loads are declined."""
