@@ -46,10 +46,11 @@ def activate() -> None:
         HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
 
 
-class _Enable(argparse.Action):
+class _Enable(argparse._StoreTrueAction):
     """`--enable-impress`: immediately checks that its requirements are in place.
 
-    Later would be too late: a hook keeps the parsed options.
+    Later would be too late: a hook keeps the parsed options. SGLang's `--config` takes only flags
+    of this class.
     """
 
     def __call__(self, parser: Any, namespace: Any, *_: Any) -> None:
@@ -63,8 +64,6 @@ def _after_add_cli_args(result: Any, parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--enable-impress",
         action=_Enable,
-        nargs=0,
-        default=False,
         help="Keep prefixes on SSD, and load them in few bits.",
     )
     for option in OPTIONS:

@@ -76,6 +76,13 @@ def test_accepted(llama: Path, flags: list[str]) -> None:
     assert view.attention_backend == "torch_native"
 
 
+def test_options_in_a_file(llama: Path, tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text(f"enable-impress: true\nimpress-bits: 5\nimpress-ssd-dir: {tmp_path}\n")
+    resolved = resolve(llama, "--config", str(file), enabled=False)
+    assert resolved.radix_cache_backend == "impress"
+
+
 @pytest.mark.parametrize(
     ("usual", "flags", "name"),
     [
