@@ -248,7 +248,7 @@ class BucketFiles(FileSystem):
         """`max_bytes`: limit on the total size of open objects."""
         self._bucket, self._directory, self._files = bucket, directory, directory.files
         self._max_bytes = max_bytes
-        self._lock = threading.Lock()
+        self._lock, self._opening = threading.Lock(), threading.Lock()
         self._by_path: dict[Path, FetchedObject] = {}
         self._by_descriptor: dict[int, FetchedObject] = {}
         self.fetched_bytes = 0
@@ -276,25 +276,33 @@ class BucketFiles(FileSystem):
 
     def open(self, path: Path, flags: int) -> int:
         """Open a path of `path_of`; raises `OSError` also if too many bytes are open."""
-        with self._lock:
+        # Without `_lock`, which `close` takes: its caller must not wait for the drive.
+        with self._opening:
             file = self._find(path)
-            if file.descriptor < 0:
-                try:
-                    self._bucket.check()
-                    open_bytes = sum(other.size for other in self._by_descriptor.values())
-                    if open_bytes + file.size > self._max_bytes:
-                        raise OSError(
-                            f"{open_bytes / 1e9:.2f} GB are being fetched, there is no room"
-                        )
-                    self._files.make_directory(file.local.parent)
-                    flags = os.O_CREAT | os.O_TRUNC | os.O_RDWR
-                    file.descriptor = self._files.open(file.local, flags)
-                except BaseException:
-                    del self._by_path[path]
-                    raise
-                self._by_descriptor[file.descriptor] = file
-            file.num_readers += 1
-            return file.descriptor
+            descriptor = file.descriptor
+            if is_new := descriptor < 0:
+                descriptor = self._open_local(path, file)
+            with self._lock:
+                if not file.ended:
+                    file.descriptor, self._by_descriptor[descriptor] = descriptor, file
+                    file.num_readers += 1
+                    return descriptor
+            if is_new:
+                self._files.close(descriptor)
+                self._files.unlink(file.local)
+            raise OSError(errno.EAGAIN, f"{path} has just ended")
+
+    def _open_local(self, path: Path, file: FetchedObject) -> int:
+        try:
+            self._bucket.check()
+            open_bytes = sum(other.size for other in list(self._by_descriptor.values()))
+            if open_bytes + file.size > self._max_bytes:
+                raise OSError(f"{open_bytes / 1e9:.2f} GB are being fetched, there is no room")
+            self._files.make_directory(file.local.parent)
+            return self._files.open(file.local, os.O_CREAT | os.O_TRUNC | os.O_RDWR)
+        except BaseException:
+            self._by_path.pop(path, None)
+            raise
 
     def _find(self, path: Path | str) -> FetchedObject:
         if (file := self._by_path.get(Path(path))) is None:
@@ -377,10 +385,11 @@ class BucketFiles(FileSystem):
             if keep is not None:
                 keep(file.local)
         finally:
-            with self._lock, contextlib.suppress(OSError):
+            with self._lock:
                 file.ended = True
                 self._by_path.pop(_path_of(file.info), None)
                 self._close_ended(file)
+            with contextlib.suppress(OSError):
                 self._files.unlink(file.local)
 
     def forget(self) -> None:

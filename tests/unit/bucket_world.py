@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from impress_sglang.paper.store import PartStore
+from impress_sglang.store import bucket as bucket_module
+from impress_sglang.store import bucket_peer as peer_module
 from impress_sglang.store.bucket import Bucket
 from tests.unit.kv_factory import IDENTITY
-from tests.unit.store_factory import SHAPES, Workbench
+from tests.unit.store_factory import SHAPES, Workbench, length, until
 
 obstore = pytest.importorskip("obstore")
 URL = "s3://bucket/prefix"
@@ -65,3 +67,42 @@ class World:
         for sequence in tokens:
             self.benches[name].put(store, sequence, **options)
             store.poll()
+
+
+@pytest.fixture(autouse=True)
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    faults = Faults()
+    monkeypatch.setattr("impress_sglang.store.disk.open_bucket", lambda config: faults)
+    monkeypatch.setattr(peer_module, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(peer_module, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(peer_module, "_MAX_LIST_SHARE", 1.0)
+    monkeypatch.setattr(bucket_module, "IDLE_SECONDS", 0.02)
+    monkeypatch.setattr("impress_sglang.store.unattached._RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("impress_sglang.store.store.RETRY_SECONDS", 0.5)
+    return faults
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    yield world
+    for bench in world.benches.values():
+        bench.close_all()
+
+
+def until_found(store: PartStore, tokens: tuple[int, ...], **options: Any) -> None:
+    until(store, lambda: length(store, tokens, **options) == len(tokens))
+
+
+def until_gone(store: PartStore, tokens: tuple[int, ...]) -> None:
+    until(store, lambda: not length(store, tokens))
+
+
+def until_listed(store: PartStore, count: int) -> None:
+    until(store, lambda: store.summary()["bucket"]["objects"] == count)
+
+
+def until_kept(store: PartStore, count: int) -> None:
+    """So many files are in its own directory."""
+    segments = store.tree.segments
+    until(store, lambda: sum(s.foreign_dir is None for s in segments()) == count)

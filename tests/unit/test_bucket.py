@@ -7,20 +7,26 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from impress_sglang.errors import ConfigError, SegmentUnreadable, StoreUnavailable
-from impress_sglang.paper.store import PartStore
 from impress_sglang.storage.directory import segment_files
 from impress_sglang.store import bucket as bucket_module
 from impress_sglang.store import bucket_peer as peer_module
 from impress_sglang.store.miss_log import MissCause
 from impress_sglang.store.writing import StoreOutcome
-from tests.unit.bucket_world import Faults, World, obstore
+from tests.unit import bucket_world
+from tests.unit.bucket_world import (
+    Faults,
+    World,
+    obstore,
+    until_found,
+    until_gone,
+    until_kept,
+    until_listed,
+)
 from tests.unit.kv_factory import IDENTITY
 from tests.unit.store_factory import (
     check_rows,
@@ -35,44 +41,7 @@ from tests.unit.store_factory import (
     use,
 )
 
-
-@pytest.fixture(autouse=True)
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Faults:
-    faults = Faults()
-    monkeypatch.setattr("impress_sglang.store.disk.open_bucket", lambda config: faults)
-    monkeypatch.setattr(peer_module, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(peer_module, "GRACE_SECONDS", 0.2)
-    monkeypatch.setattr(peer_module, "_MAX_LIST_SHARE", 1.0)
-    monkeypatch.setattr(bucket_module, "IDLE_SECONDS", 0.02)
-    monkeypatch.setattr("impress_sglang.store.unattached._RETRY_SECONDS", 0.01)
-    monkeypatch.setattr("impress_sglang.store.store.RETRY_SECONDS", 0.5)
-    return faults
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    world = World(tmp_path)
-    yield world
-    for bench in world.benches.values():
-        bench.close_all()
-
-
-def until_found(store: PartStore, tokens: tuple[int, ...], **options: Any) -> None:
-    until(store, lambda: length(store, tokens, **options) == len(tokens))
-
-
-def until_gone(store: PartStore, tokens: tuple[int, ...]) -> None:
-    until(store, lambda: not length(store, tokens))
-
-
-def until_listed(store: PartStore, count: int) -> None:
-    until(store, lambda: store.summary()["bucket"]["objects"] == count)
-
-
-def until_kept(store: PartStore, count: int) -> None:
-    """So many files are in its own directory."""
-    segments = store.tree.segments
-    until(store, lambda: sum(s.foreign_dir is None for s in segments()) == count)
+bucket, world = bucket_world.bucket, bucket_world.world
 
 
 def test_what_one_stores_others_find_and_keep(world: World, bucket: Faults) -> None:
