@@ -204,6 +204,9 @@ def identity_of(context: Any, shape: object, drafts: Sequence[Any] = ()) -> str:
     if window_pool(runner.token_to_kv_pool) is not None:
         # Layers with windows are stored after the others, and not for all tokens.
         architecture["windows"] = runner.token_to_kv_pool.layers_mapping
+    if index_keys(full_pool(runner.token_to_kv_pool)):
+        # Before, in pieces of pages.
+        architecture["index keys"] = "by token"
     if hasattr(runner.req_to_token_pool, "mamba_pool"):
         architecture["states"] = kinds_of_states(runner.req_to_token_pool)
     for number, draft in enumerate(drafts):

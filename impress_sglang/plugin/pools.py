@@ -171,15 +171,19 @@ def pool_of(pool: Any, layer_id: int) -> Any:
 
 
 def index_keys(pool: Any) -> list[Tensor]:
-    """Return the index keys of sparse attention (DSA): uint8 [slots, bytes] of each layer.
+    """Return the index keys of sparse attention (DSA), and their scales, of each layer: uint8
+    [pages, slots of a page, bytes].
 
-    SGLang stores those of a page in one piece, keys before scales. Prefixes consist of whole pages,
-    so each slot may stand for any part of its page. Raises `UnsupportedError` if tokens share some.
+    SGLang stores those of a page in one piece, keys before scales. Raises `UnsupportedError` if
+    tokens share some.
     """
     buffers = getattr(pool, "index_k_with_scale_buffer", ())
     if buffers and (pool.index_kpool != 1 or pool.index_kpool_compress):
         raise UnsupportedError("IMPRESS does not store index keys of several tokens (kpool)")
-    return [buffer.view(-1, buffer.shape[1] // pool.page_size) for buffer in buffers if len(buffer)]
+    pages = [buffer for buffer in buffers if len(buffer)]
+    parts = [page.tensor_split([pool.page_size * pool.index_head_dim], 1) for page in pages]
+    flat = itertools.chain.from_iterable(parts)
+    return [part.view(len(part), pool.page_size, -1) for part in flat]
 
 
 def is_latent(pool: Any) -> bool:

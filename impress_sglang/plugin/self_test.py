@@ -45,7 +45,7 @@ from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredSpan
 from impress_sglang.store.writing import Offer
 from impress_sglang.transfer.codecs import Codec
-from impress_sglang.transfer.filling import fill
+from impress_sglang.transfer.filling import fill, places_in
 
 logger = logging.getLogger(__name__)
 
@@ -55,21 +55,22 @@ MAX_TOKENS = 72
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _ExpectedRows:
-    """Content that a pool was given, `right` [3n, ...], and its rows, int64 [3n], in SGLang's pool.
+    """Content that a pool was given, `right` [3n, ...], and the index of its rows in SGLang's pool,
+    int64 [3n] each.
 
     The first n rows are stored, the next n filled, and the last n must not change.
     """
 
     what: str
     find: Callable[[], Tensor]
-    rows: Tensor
+    rows: tuple[Tensor, ...]
     right: Tensor
     of_model: bool = False
     """Whether these are KVs of the model in layers that attend to all tokens."""
 
     def difference(self, max_error: float) -> str:
         """Describe what differs, if it is off by more than `max_error` on average; else empty."""
-        count, pool, right = -(-len(self.rows) // 3), self.find(), self.right.cpu().double()
+        count, pool, right = -(-len(self.right) // 3), self.find(), self.right.cpu().double()
         # Rows of eight bits cannot be indexed as floats.
         now = pool.view(torch.uint8)[self.rows].view(pool.dtype).cpu().double()
         if not torch.equal(now[2 * count :], right[2 * count :]):
@@ -138,7 +139,7 @@ def _error(
         source = store.readers.open(spans, exact=exact)
         for part in () if packed is None else packed.parts():
             # Clear KVs of the previous load.
-            part[rows] = 0
+            part[places_in(part, rows)] = 0
         for layer in range(shape.num_layers):
             own_rows = packed is not None and layer >= packed.first
             with layers.into(layer, rows if own_rows else filled) as into:
@@ -236,11 +237,12 @@ def _give(
             find_rows = functools.partial(find, layer)
             pool_slots = slots if layer_pool is full else rows
             yield _ExpectedRows(
-                f"{kind} of layer {layer}", find_rows, pool_slots, kv, layer_pool is main
+                f"{kind} of layer {layer}", find_rows, (pool_slots,), kv, layer_pool is main
             )
 
 
 def _random(what: str, part: Tensor, rows: Tensor) -> _ExpectedRows:
     """Give random bytes to rows of a part of a pool, uint8 [slots, n]."""
-    right = part[rows] = torch.randint_like(part[rows], 256)
-    return _ExpectedRows(what, lambda: part, rows, right)
+    at = places_in(part, rows)
+    right = part[at] = torch.randint_like(part[at], 256)
+    return _ExpectedRows(what, lambda: part, at, right)

@@ -59,7 +59,8 @@ class PackedLayers:
     Attributes:
         shape: shape of the segment, without these layers.
         first: number of the first of these layers.
-        parts: returns uint8 [slots, bytes] for each stream of the other pools, in order.
+        parts: returns uint8 [slots, bytes], or [pages, slots of a page, bytes], for each stream of
+            the other pools, in order.
         window: number of last tokens that need them; 0 for all tokens.
         tokens: number of tokens of the segment that a row occupies.
     """
@@ -71,13 +72,13 @@ class PackedLayers:
     tokens: int = 1
 
     def __len__(self) -> int:
-        return -(-sum(part.shape[1] for part in self.parts()) // self.shape.token_bytes)
+        return -(-sum(part.shape[-1] for part in self.parts()) // self.shape.token_bytes)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Pack a layer of slots, int64 [n], into keys [t, G, Dk] and values [t, G, Dv]."""
         row = torch.zeros(len(slots), self._size, dtype=torch.uint8, device=slots.device)
         for part, start, stop, at in self._pieces(layer):
-            row[:, at : at + stop - start] = part[:, start:stop][slots]
+            row[:, at : at + stop - start] = part[..., start:stop][places_in(part, slots)]
         return self.shape.kvs_of(row.view(-1, self.shape.token_bytes))
 
     @contextlib.contextmanager
@@ -91,7 +92,7 @@ class PackedLayers:
         yield Rows(keys, values, torch.arange(count, device=slots.device))
         row = shape.rows_of(keys, values).view(len(slots), self._size)
         for part, start, stop, at in self._pieces(layer):
-            part[slots, start:stop] = row[:, at : at + stop - start]
+            part[..., start:stop][places_in(part, slots)] = row[:, at : at + stop - start]
 
     @property
     def _size(self) -> int:
@@ -104,10 +105,15 @@ class PackedLayers:
         first = (layer - self.first) * size
         for part in self.parts():
             start = max(first - begin, 0)
-            stop = min(first + size - begin, part.shape[1])
+            stop = min(first + size - begin, part.shape[-1])
             if start < stop:
                 yield part, start, stop, begin + start - first
-            begin += part.shape[1]
+            begin += part.shape[-1]
+
+
+def places_in(part: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+    """Return the index of the rows of slots, int64 [n], in one of `PackedLayers.parts`."""
+    return (slots,) if part.ndim == 2 else (slots // part.shape[1], slots % part.shape[1])
 
 
 class StoredLayers:

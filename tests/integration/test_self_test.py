@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -34,8 +36,9 @@ from impress_sglang.plugin.pools import PoolLayers, index_keys, state_layers, wi
 from impress_sglang.plugin.self_test import check_kvs
 from impress_sglang.plugin.unsupported import check_layers
 from impress_sglang.store.policies import make_policy
+from impress_sglang.store.store import PrefixStore
 from impress_sglang.transfer.codecs import plain_codec
-from impress_sglang.transfer.filling import PackedLayers
+from impress_sglang.transfer.filling import PackedLayers, fill
 from tests.integration.test_capabilities import Layers, runner
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -137,6 +140,31 @@ def test_pools_of_sparse_attention(dtype: torch.dtype, monkeypatch: pytest.Monke
     monkeypatch.setattr(PackedLayers, "into", forgetting)
     with pytest.raises(UnsupportedError, match="index keys are off by"):
         run(sparse(dtype))
+
+
+def test_index_keys_of_prompts_that_part_within_a_page(tmp_path: Path) -> None:
+    """A loaded page joins what two prompts have stored of it; keys in it stand before scales."""
+    pool = sparse(torch.bfloat16)
+    sizes = {"device_gb": 0.0, "host_gb": 0.0, "min_free_gb": 0.0}
+    config = ImpressConfig(ssd_dir=str(tmp_path), **sizes)
+    model_runner, layers = runner(Layers(), pool), PoolLayers(pool)
+    model_runner.model_config.dtype = pool.dtype
+    shape = layers.add(kv_shape(model_runner, make_policy(config), config), [])
+    pool.index_k_with_scale_buffer[1].random_(256)
+    one, other, into = (64 + torch.arange(64) + 64 * page for page in range(3))
+    tokens = np.arange(64, dtype=np.int32)
+    pool.index_key_cache.move(other[:30], one[:30])
+    store = PrefixStore(config, "sparse", shape, torch.device("cpu"))
+    with closing(store):
+        for slots, prompt in ((one, tokens), (other, np.where(tokens < 30, tokens, tokens + 100))):
+            spans = self_test._stored(store, prompt, layers.read, slots, None)
+        assert [len(span) for span in spans] == [30, 34]
+        source = store.readers.open(spans, exact=True)
+        for layer in range(shape.num_layers):
+            with layers.into(layer, into) as rows:
+                fill(layer, source, source.read(layer), rows, None)
+        store.close_source(source)
+    assert torch.equal(*pool.index_k_with_scale_buffer[1][[2, 3]])
 
 
 def windows(dtype: torch.dtype = torch.float32, **how: Any) -> SWAKVPool:
