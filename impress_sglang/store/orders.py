@@ -28,8 +28,9 @@ logger = logging.getLogger(__name__)
 MAX_PINS = 256
 # Seconds between two lookups of the segments of pinned prefixes.
 _REFRESH_SECONDS = 1.0
-# Maximum number of segments that one step removes.
+# Maximum number of segments that one step removes, and of those at whose age it looks.
 MAX_SEGMENTS = 64
+_MAX_CANDIDATES = 4096
 MAX_JOBS = 8
 
 Name = TypeVar("Name", bound=Hashable)
@@ -209,7 +210,7 @@ class Purge:
         assert tokens is None or (namespace is not None and len(tokens))
         self._prefix, self._unpins = (namespace, tokens), older_than is None
         self._before = math.inf if older_than is None else time.time() - older_than
-        # With `older_than`: segments that are still to be removed.
+        # With `older_than`: segments whose age is still to be looked at.
         self._old_segments = collections.deque[StoredSegment]()
         self._begun = False
         self.unfinished = True
@@ -226,9 +227,10 @@ class Purge:
     def step(self, store: Any, max_segments: int = MAX_SEGMENTS) -> Counter[str]:
         """Remove some segments of a `PrefixStore`; the first step sends the order to other servers.
 
-        With `older_than`, only the first step visits all segments. Files are unlinked in the
-        background, in order with writes. Running writes are abandoned, or their files removed if it
-        is too late for that. Pins of the prefix and all files in quarantine are removed, too.
+        With `older_than` and a prefix, the first step visits all segments behind it. Files are
+        unlinked in the background, in order with writes. Running writes are abandoned, or their
+        files removed if it is too late for that. Pins of the prefix and all files in quarantine are
+        removed, too.
 
         Returns:
             Numbers of removed `segments`, `tokens` and `bytes` on SSD, of abandoned `writes`, and
@@ -260,23 +262,28 @@ class Purge:
                 unpinned = store.pins.unpin(*prefix, before)
             store.unattached.ban_unattached(*prefix, min(before, time.time()))
             if before < math.inf:
+                # The order has all of a namespace at hand.
+                namespace, tokens = prefix
                 self._old_segments += (
-                    segment for segment in tree.subtree(*prefix) if segment.written <= before
+                    tree.order.of(namespace) if tokens is None else tree.subtree(*prefix)
                 )
         # Segments of the step before are no longer in the tree.
-        candidates = (self._old_segments.popleft() for _ in range(len(self._old_segments)))
+        num_candidates = min(len(self._old_segments), _MAX_CANDIDATES)
+        candidates = (self._old_segments.popleft() for _ in range(num_candidates))
         if before == math.inf:
             candidates = tree.subtree(*prefix)
         remaining = (
             segment
             for segment in candidates
-            if segment.on_disk and tree.get(segment.segment_id) is segment
+            if segment.on_disk
+            and segment.written <= before
+            and tree.get(segment.segment_id) is segment
         )
         removed = list(itertools.islice(remaining, max_segments))
         next_segment = next(remaining, None)
-        self.unfinished = next_segment is not None
         if next_segment is not None and before < math.inf:
             self._old_segments.appendleft(next_segment)
+        self.unfinished = next_segment is not None or bool(self._old_segments)
         if self._unpins and (first or not self.unfinished):
             # The first step abandons all writes, as they read slots that are to be freed; the last
             # one those begun since. An order may arrive again: newer writes stay.

@@ -177,6 +177,20 @@ def test_what_is_too_old_is_removed_used_or_not(bench: Workbench) -> None:
     assert store.miss_log.find(store.namespace(""), long, 0) is None, "it had not a whole block"
 
 
+@pytest.mark.parametrize("namespace", ["", None])
+def test_a_purge_by_age_looks_at_few_in_a_step(
+    bench: Workbench, store: PrefixStore, monkeypatch: pytest.MonkeyPatch, namespace: str | None
+) -> None:
+    monkeypatch.setattr(orders_module, "_MAX_CANDIDATES", 4)
+    bench.put_all(store, *range(10))
+    for number in (1, 8):
+        look_up(store, prompt(number)).spans[0].segment.written -= 2 * HOUR
+    name = None if namespace is None else store.namespace(namespace)
+    steps = steps_of(Purge(name, older_than=HOUR), store)
+    assert [step["segments"] for step in steps] == [1, 0, 1]
+    assert lengths(store, *range(10)) == [8, 0, *[8] * 6, 0, 8]
+
+
 def test_what_cannot_be_asked_for_its_age_is_too_old(bench: Workbench) -> None:
     store = bench.open(ttl=HOUR)
     bench.put_all(store, 1, 2)
