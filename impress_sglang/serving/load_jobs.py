@@ -311,6 +311,9 @@ class JobLoader:
             elif isinstance(job, LoadJob):
                 with self._failing(job):
                     job.started_at = time.monotonic()
+                    if job.revoked:
+                        # Opening its files may take as long as the drive is waited for.
+                        raise JobRevoked
                     if self._layers.states is not None and not job.state_spans:
                         # Another rank has a state where this one has none.
                         raise PrefixUnreadable("", "its state is gone")

@@ -345,6 +345,8 @@ class SegmentReaders:
         while self._closing and time.monotonic() < deadline:
             self.release_closed()
             time.sleep(1e-3)
+        # The loader may come late, and would wait for a thread that has ended.
+        self._patience = 0.0
         self._opener.close(seconds)
         if self._bucket_reader is not None:
             self._bucket_opener.close(seconds)

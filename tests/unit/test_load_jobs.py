@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -27,7 +28,7 @@ from tests.unit.job_world import new_job
 from tests.unit.load_desk import SHAPE, Desk, Make, desks_in
 from tests.unit.store_checks import check_placement, check_store
 from tests.unit.store_factory import look_up, prompt
-from tests.unit.waiting import wait_until
+from tests.unit.waiting import calls_of, wait_until
 
 EXACT, CODES = CLASSES = KVClass(), KVClass(6.0)
 SMALL, LARGE = 2e-5, 2e-3
@@ -155,6 +156,22 @@ class TestRevoking:
         assert all(bool((rows == 5.0).all()) for rows in desk.pools.rows(job.target_slots))
         assert desk.loader.close(20.0)
 
+    def test_before_its_files_are_opened(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nobody waits for a drive on its behalf: what comes after it would wait as well."""
+        desk = make()
+        desk.put(FIRST, OTHER)
+        opened = calls_of(monkeypatch, desk.store.readers, "open")
+        hang = Rule("hang", "open", "*.kv")
+        with desk.faults.injected(hang):
+            first, *others = [desk.begin(tokens) for tokens in (FIRST, OTHER, OTHER)]
+            wait_until(lambda: hang.hits)
+            for job in others:
+                job.revoke()
+        desk.wait(first, *others)
+        desk.check(first)
+        assert all(job.state is JobState.DROPPED for job in others)
+        assert len(opened) == 1
+
     def test_at_any_time(self, make: Make) -> None:
         """What is written after it returns was written by others."""
         desk = make(host_gb=SMALL, device_gb=SMALL)
@@ -255,6 +272,20 @@ class TestLoader:
         desk.wait(job)
         wait_until(lambda: not desk.loader._measuring)
         assert desk.store.stats.bytes_read == job.read_stats.ssd_bytes
+
+    def test_what_comes_after_its_store_was_closed_does_not_wait(self, make: Make) -> None:
+        desk = make()
+        desk.put(FIRST)
+        spans, readers = look_up(desk.store, FIRST).spans, desk.store.readers
+        readers.close(20.0)
+        with (
+            pytest.raises(PrefixUnreadable, match="too long"),
+            mock.patch.object(
+                Future, "exception", autospec=True, side_effect=Future.exception
+            ) as wait,
+        ):
+            readers.open(spans, exact=False)
+        assert wait.call_args.args[1] == 0.0
 
     @pytest.mark.parametrize("host_gb", [4e-5, LARGE], ids=["a layer", "a span"])
     def test_what_is_cached_is_not_measured(self, make: Make, host_gb: float) -> None:
