@@ -229,7 +229,9 @@ class SegmentReaders:
         if not segment.info.describes_same(stored.info):
             segment.close()
             raise SegmentUnreadable(stored.segment_id, "index and segment file do not agree")
-        segment.reader = self._bucket_reader if in_bucket else self._reader
+        # It may have become a local file since it was asked for.
+        is_local = segment.files is self._disk.files
+        segment.reader = self._reader if is_local else self._bucket_reader
         return segment
 
     @locked

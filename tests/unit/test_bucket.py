@@ -17,6 +17,7 @@ from impress_sglang.store import bucket as bucket_module
 from impress_sglang.store import bucket_peer as peer_module
 from impress_sglang.store.miss_log import MissCause
 from impress_sglang.store.writing import StoreOutcome
+from impress_sglang.threads import BackgroundThread
 from tests.unit import bucket_world
 from tests.unit.bucket_world import (
     Faults,
@@ -40,6 +41,7 @@ from tests.unit.store_factory import (
     until,
     use,
 )
+from tests.unit.waiting import wait_until
 
 bucket, world = bucket_world.bucket, bucket_world.world
 
@@ -380,6 +382,26 @@ def test_what_builds_on_an_object_outlives_a_start(world: World, bucket: Faults)
     second = world.open("b")
     until(second, lambda: len(world.benches["b"].files()) == 1)
     assert not second.worker.unused_bytes
+
+
+def test_what_becomes_a_local_file_while_it_is_opened_is_read_as_one(world: World) -> None:
+    first, second = world.open("a"), world.open("b", io_timeout=5.0)
+    world.put("a", first, prompt(1))
+    until_found(second, prompt(1))
+    use(second, prompt(1))
+    # Nobody polls, so it is not the store's yet.
+    wait_until(lambda: second._disk.bucket.completed)
+    (segment,) = second.tree.segments()
+    opener, opened = BackgroundThread("test"), threading.Event()
+    second.readers._bucket_opener.submit(opened.wait, 30)
+    opening = opener.submit(second.readers.acquire, segment)
+    wait_until(lambda: second.readers._bucket_opener._jobs.qsize())
+    until_kept(second, 1)
+    opened.set()
+    assert opening.result(30).reader is second._reader
+    check_rows(second, prompt(1))
+    second.readers.release(segment.segment_id)
+    opener.close(10)
 
 
 def test_a_read_may_outlast_the_store(world: World, bucket: Faults) -> None:
