@@ -68,13 +68,15 @@ class Bucket:
     """The objects below a prefix. Thread-safe; all requests wait for the network.
 
     Raises:
-        OSError: the store does not answer, or refuses; `FileNotFoundError` for a missing object.
+        OSError: the store does not answer, or refuses; `FileNotFoundError` for a missing object,
+            `PermissionError` for one that must not be read.
     """
 
     def __init__(self, store: Any, patient: Any, url: str) -> None:
         """`store`, `patient`: `obstore` stores for reads and for writes; `url`: for messages."""
         self._obstore = importlib.import_module("obstore")
-        self._exists = importlib.import_module("obstore.exceptions").AlreadyExistsError
+        exceptions = importlib.import_module("obstore.exceptions")
+        self._exists, self._denied = exceptions.AlreadyExistsError, exceptions.PermissionDeniedError
         self._store, self._patient, self.url = store, patient, url
         self._lock = threading.Lock()
         self._failed_at = 0.0
@@ -113,14 +115,14 @@ class Bucket:
     def range(self, name: str, start: int, length: int) -> memoryview:
         """Read bytes of an object; fewer than `length` at its end."""
         self.check()
-        with self._request(reading=True):
+        with self._request(reading=True, of_object=True):
             content = self._obstore.get_range(self._store, name, start=start, length=length)
             return memoryview(content)
 
     def begin(self, name: str, length: int) -> tuple[bytes, dict[str, str]]:
         """Read the first bytes of an object, and its attributes."""
         self.check()
-        with self._request(reading=True):
+        with self._request(reading=True, of_object=True):
             options = {"range": (0, length)}
             response = self._obstore.get(self._store, name, options=options)
             return bytes(response.bytes()), dict(response.attributes)
@@ -150,7 +152,7 @@ class Bucket:
                 self._obstore.delete(self._patient, names)
 
     @contextlib.contextmanager
-    def _request(self, *, reading: bool = False) -> Iterator[None]:
+    def _request(self, *, reading: bool = False, of_object: bool = False) -> Iterator[None]:
         failure: Exception | None = None
         try:
             yield
@@ -159,6 +161,10 @@ class Bucket:
         except Exception as error:
             # `obstore` raises exceptions of its own classes, among others.
             self.failures += 1
+            if of_object and isinstance(error, self._denied):
+                # Others may be read; an archived one is refused, too. Lists show wrong credentials.
+                reading = False
+                raise PermissionError(errno.EACCES, _first_line(error)) from error
             failure = error
             raise OSError(errno.EIO, _first_line(error)) from error
         finally:

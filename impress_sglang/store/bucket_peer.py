@@ -27,7 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from impress_sglang.config import ImpressConfig, bytes_of
-from impress_sglang.errors import ConfigError, PrefixUnreadable, StoreUnavailable
+from impress_sglang.errors import (
+    ConfigError,
+    PrefixUnreadable,
+    SegmentUnreadable,
+    StoreUnavailable,
+)
 from impress_sglang.storage.directory import StoreDirectory, segment_files
 from impress_sglang.storage.segment import OpenSegment, SegmentInfo
 from impress_sglang.store.bucket import (
@@ -273,8 +278,8 @@ class BucketPeer:
         """Read the new orders among these objects."""
         for name in names:
             if name.startswith(f"{self._root}/{_ORDERS}/") and name not in self._seen_orders:
-                # An order may be deleted meanwhile, or not be JSON.
-                with contextlib.suppress(ValueError, FileNotFoundError):
+                # An order may be deleted meanwhile, or refused, or not be JSON.
+                with contextlib.suppress(ValueError, FileNotFoundError, PermissionError):
                     order, _ = self._bucket.begin(name, 1 << 24)
                     self._seen_orders.add(name)
                     self._events.append(PeerEvent(purge=json.loads(order), from_bucket=True))
@@ -380,20 +385,21 @@ class BucketPeer:
                 names[first : first + _HEADERS_PER_BATCH], itertools.cycle(self._header_readers)
             )
             reading = {name: thread.submit(self._read, name) for name, thread in turns}
-            segments, unusable = list[tuple[int, str, StoredSegment]](), 0
+            segments, unusable = list[tuple[int, str, StoredSegment]](), list[Exception]()
             for name, future in reading.items():
                 try:
                     segment = future.result()
                     segments.append((segment.info.prefix_len, name, segment))
                 except FileNotFoundError:
                     continue
+                except (PermissionError, SegmentUnreadable, ValueError) as error:
+                    self._segments[name] = None
+                    unusable.append(error)
                 except (OSError, StoreUnavailable) as error:
                     logger.debug("%s cannot be read now: %s", name, error)
-                except (PrefixUnreadable, ValueError) as error:
-                    logger.debug("%s cannot be used: %s", name, error)
-                    self._segments[name], unusable = None, unusable + 1
             if unusable:
-                logger.warning("%d objects of %s cannot be used", unusable, self._bucket.url)
+                where, why = self._bucket.url, unusable[0]
+                logger.warning("%d objects of %s cannot be used: %s", len(unusable), where, why)
             for _, name, segment in sorted(segments):
                 with self._lock:
                     self._segments[name] = segment

@@ -30,6 +30,7 @@ class Faults(Bucket):
         store = obstore.store.MemoryStore()
         super().__init__(store, store, URL)
         self.fails: Callable[[str, str], bool] = lambda what, name: False
+        self.error: type[Exception] = RuntimeError
         self.counts = Counter[str]()
         self.ahead = datetime.timedelta()
         verbs = "list", "get", "get_range", "put", "delete"
@@ -39,7 +40,7 @@ class Faults(Bucket):
     def _ask(self, what: str, store: Any, name: Any, *arguments: Any, **how: Any) -> Any:
         self.counts[what] += 1
         if self.fails(what, name):
-            raise RuntimeError("a test")
+            raise self.error("a test")
         found = getattr(obstore, what)(store, name, *arguments, **how)
         return map(self._dated, found) if what == "list" else found
 

@@ -79,7 +79,7 @@ def test_what_fails_now_and_then_is_tried_again(bucket: Bucket, proxy: Proxy, fa
     assert bucket.answers and len(proxy.asked) >= asked + 3
 
 
-@pytest.mark.parametrize("fault", ["500", "403", "cut", "hang", "dead"])
+@pytest.mark.parametrize("fault", ["500", "cut", "hang", "dead"])
 def test_what_fails_fails_in_time_and_recovers(
     bucket: Bucket, proxy: Proxy, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +104,18 @@ def test_what_fails_fails_in_time_and_recovers(
     proxy.fault = lambda asked: ""
     bucket.list("recovers")
     assert bucket.range("recovers", 0, 100) == b"x" * 100 and bucket.answers
+
+
+def test_what_is_refused_fails_alone(bucket: Bucket, proxy: Proxy) -> None:
+    bucket.put("refused", b"x" * 100)
+    proxy.fault = lambda _: "403"
+    for read in (bucket.range, lambda *_: bucket.begin("refused", 100)):
+        with pytest.raises(PermissionError):
+            read("refused", 0, 100)
+    assert bucket.answers
+    with pytest.raises(OSError):
+        bucket.list("refused")
+    assert not bucket.answers
 
 
 def test_wrong_credentials(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:

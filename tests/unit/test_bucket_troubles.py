@@ -7,14 +7,44 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from impress_sglang.errors import StoreUnavailable
 from tests.faults import Faults as DriveFaults
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit import bucket_world
-from tests.unit.bucket_world import World, until_found
-from tests.unit.store_factory import prompt
+from tests.unit.bucket_world import Faults, World, obstore, until_found
+from tests.unit.kv_factory import IDENTITY
+from tests.unit.store_factory import check_rows, lengths, prompt, until
 from tests.unit.waiting import wait_until
 
 bucket, world = bucket_world.bucket, bucket_world.world
+
+
+def test_one_object_that_is_refused(
+    world: World, bucket: Faults, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As an archived one is, at any time: that is no failure of all others."""
+    first, second = world.open("a"), world.open("b")
+    world.put("a", first, prompt(1))
+    until_found(second, prompt(1))
+    (archived,) = bucket.segments
+    obstore.put(bucket._store, f"{IDENTITY}/orders/x.json", b"archived")
+    bucket.error = obstore.exceptions.PermissionDeniedError
+    bucket.fails = lambda what, name: (
+        what in ("get", "get_range") and (name == archived or "/orders/" in name)
+    )
+    world.put("a", first, prompt(2))
+    third = world.open("c")
+    for store in (second, third):
+        until_found(store, prompt(2))
+        check_rows(store, prompt(2))
+    with pytest.raises(StoreUnavailable) as error:
+        check_rows(second, prompt(1))
+    second.report(error.value)
+    lists = bucket.counts["list"] + 6
+    until(third, lambda: bucket.counts["list"] > lists)
+    assert lengths(second, 1, 2) == [0, 8] == lengths(third, 1, 2)
+    assert [store.summary()["bucket"]["state"] for store in (second, third)] == ["ok", "ok"]
+    assert "1 objects of s3://bucket/prefix cannot be used: [Errno 13] a test" in caplog.text
 
 
 @pytest.mark.parametrize("operation", ["open-write", "unlink"])
