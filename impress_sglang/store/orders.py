@@ -139,11 +139,15 @@ class Pins:
     def _refresh(self) -> None:
         self._refreshed_at, self._pinned = time.monotonic(), set[StoredSegment]()
         for namespace, tokens in self._pins:
-            self._pinned |= self._resolve(namespace, np.frombuffer(tokens, np.int32))[1]
+            # What builds on a segment that a second look may clear stays as well.
+            prefix = np.frombuffer(tokens, np.int32)
+            self._pinned |= self._resolve(namespace, prefix, only_ready=False)[1]
 
-    def _resolve(self, namespace: str, tokens: Tokens) -> tuple[int, set[StoredSegment]]:
+    def _resolve(
+        self, namespace: str, tokens: Tokens, *, only_ready: bool = True
+    ) -> tuple[int, set[StoredSegment]]:
         """Return the number of stored tokens, and the segments of these and of their state."""
-        match = self._tree.match(namespace, tokens, min_quality=ANYTHING)
+        match = self._tree.match(namespace, tokens, min_quality=ANYTHING, only_ready=only_ready)
         spans = (*match.spans, *self._tree.end_state_of(match))
         return match.num_tokens, {span.segment for span in spans}
 

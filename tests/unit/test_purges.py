@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.storage.directory import PINS
 from impress_sglang.store import orders as orders_module
 from impress_sglang.store.miss_log import MissCause, MissLog, MissRecord
@@ -27,6 +28,7 @@ from tests.unit.store_factory import (
     gb,
     length,
     lengths,
+    look_again,
     look_up,
     lose,
     name_of,
@@ -104,6 +106,24 @@ def test_what_is_stored_anew_of_a_pinned_prefix_is_pinned(
     bench.put(store, prompt(1))
     bench.put_all(store, *range(50, 58))
     check_rows(store, prompt(1))
+
+
+@pytest.mark.parametrize("count", [8, 16])
+def test_a_pinned_prefix_stays_until_a_second_look_at_it(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr(orders_module, "_REFRESH_SECONDS", -1.0)
+    store = bench.open(ssd_gb=gb(4 * bench.one))
+    for stop in (8, 16):
+        bench.put(store, prompt(1, stop))
+    assert pin(store, prompt(1, 16)) is None
+    spans = look_up(store, prompt(1, count)).spans
+    store.report(SegmentUnreadable(spans[-1].segment.segment_id, "a test"))
+    for number in range(50, 53):
+        assert bench.offer(store, prompt(number)) is StoreOutcome.ACCEPTED
+        store.writes.drain()
+    look_again(store)
+    check_rows(store, prompt(1, 16))
 
 
 @pytest.mark.parametrize("content", [b"", b"[", b"{}", b"[1]", b'[{"namespace": "a"}]', b"\xff"])
