@@ -222,10 +222,18 @@ class Purge:
 
     @classmethod
     def from_peer(cls, order: Mapping[str, Any]) -> Purge:
-        """Return the purge that another server has ordered, with the time of that order."""
-        text = order["tokens"]
-        purge = cls(order["namespace"], None if text is None else text_to_tokens(text))
-        purge._before, purge._unpins = float(order["before"]), order["unpins"]
+        """Return the purge that another server has ordered, with the time of that order.
+
+        Raises:
+            ValueError, KeyError, TypeError: the order is wrong, or of another version.
+        """
+        namespace, text = order["namespace"], order["tokens"]
+        tokens, before = None if text is None else text_to_tokens(text), float(order["before"])
+        has_prefix = tokens is None or (namespace is not None and len(tokens) > 0)
+        if not (isinstance(namespace, str | None) and has_prefix and before < math.inf):
+            raise ValueError(f"{order!r:.100}")
+        purge = cls(namespace, tokens)
+        purge._before, purge._unpins = before, order["unpins"]
         return purge
 
     def step(self, store: Any, max_segments: int = MAX_SEGMENTS) -> Counter[str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -13,7 +16,7 @@ from tests.faults import FaultyFileSystem, Rule
 from tests.unit import bucket_world
 from tests.unit.bucket_world import Faults, World, obstore, until_found
 from tests.unit.kv_factory import IDENTITY
-from tests.unit.store_factory import check_rows, lengths, prompt, until
+from tests.unit.store_factory import check_rows, length, lengths, prompt, until
 from tests.unit.waiting import wait_until
 
 bucket, world = bucket_world.bucket, bucket_world.world
@@ -45,6 +48,35 @@ def test_one_object_that_is_refused(
     assert lengths(second, 1, 2) == [0, 8] == lengths(third, 1, 2)
     assert [store.summary()["bucket"]["state"] for store in (second, third)] == ["ok", "ok"]
     assert "1 objects of s3://bucket/prefix cannot be used: [Errno 13] a test" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tokens": ""},
+        {"tokens": "AAAA"},
+        {"tokens": "AAAAAA==", "namespace": None},
+        {"tokens": 5},
+        {"namespace": ["x"]},
+        {"before": float("nan")},
+        {"before": float("inf")},
+        {"before": None},
+    ],
+)
+def test_orders_that_are_none(
+    world: World, bucket: Faults, fields: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever may write to a bucket can put anything there."""
+    order = {"tokens": None, "namespace": None, "before": time.time() + 60, "unpins": True}
+    content = json.dumps(order | {"namespace": "x"} | fields).encode()
+    obstore.put(bucket._store, f"{IDENTITY}/orders/x.json", content)
+    store = world.open("a")
+    until(store, lambda: "of another version" in caplog.text)
+    world.put("a", store, prompt(1))
+    assert length(store, prompt(1)) == 8
+    # A good one.
+    obstore.put(bucket._store, f"{IDENTITY}/orders/y.json", json.dumps(order).encode())
+    until(store, lambda: not length(store, prompt(1)))
 
 
 @pytest.mark.parametrize("operation", ["open-write", "unlink"])
