@@ -254,14 +254,13 @@ class LoadPlanner:
         if quality is not None:
             match = store.tree.match(name, tokens, min_quality=quality)
         have = match.num_tokens
-        if have - prefix >= min_tokens:
-            usable = self.usable_tokens(match) if self._windows is not None or self.states else have
-            if usable - prefix < min_tokens:
-                return Reason.NO_STATE, ""
+        if self.usable_tokens(match) - prefix >= min_tokens:
             rest, in_codes = match.slice(prefix, have), not service.class_of(wanted).exact
             fits = store.readers.can_read(rest, in_codes=in_codes)
             # Its job may have lost its slots each time, or another rank may lack it.
             return Reason.NOT_OPENED if fits else Reason.NO_BUFFERS, ""
+        if have - prefix >= min_tokens and (self._windows is not None or self.states):
+            return Reason.NO_STATE, ""
         have = max(have, report["resident_tokens"], prefix)
         # Tokens that are stored beyond these and cannot be used.
         known = store.tree.match(name, tokens, min_quality=ANYTHING, only_ready=False)

@@ -58,6 +58,13 @@ def test_a_hit_and_what_it_lacks(world: World) -> None:
     )
 
 
+@pytest.mark.usefixtures("stored")
+@pytest.mark.parametrize("options", [{"load": "always", "page_size": 32}])
+def test_what_is_stored_of_a_page_is_not_used(world: World) -> None:
+    why = admitted(world, STORED[:52], new=40)
+    assert (why["reason"], why["rest"]) == (Reason.LOADED, Reason.NEVER_STORED)
+
+
 def test_what_is_resident(world: World) -> None:
     world.make_resident(STORED)
     assert admitted(world)["reason"] == Reason.RESIDENT
