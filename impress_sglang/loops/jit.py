@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 logger = logging.getLogger(__name__)
@@ -17,6 +18,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 _NUMBA = importlib.import_module("numba") if importlib.util.find_spec("numba") else None
+_FOLDER = Path(__file__).parent
 _Type = Any
 
 
@@ -32,7 +34,7 @@ def compiled(
 
     If one of the types has no name, a signature is a tuple with the type of each argument.
     Numbers are int64 or float64, as Python's are: others would be converted slowly at each call.
-    The result is cached beside the package, or else in the user's cache.
+    The result is cached beside the package, or else in the user's cache, until any loop changes.
 
     A loop that makes no arrays and no slices of them may say so. Then it counts no references,
     which would take ten times as long as the rest where arrays are fields of tuples, and it is
@@ -44,6 +46,7 @@ def compiled(
             return loop
         # Numba has no public name for the first of these.
         options = {} if makes_arrays else {"_nrt": False, "forceinline": True}
+        files = [(path.name, path.stat()) for path in sorted(_FOLDER.glob("*.py"))]
         types = [
             signature
             if isinstance(signature, str)
@@ -51,7 +54,14 @@ def compiled(
             for signature in signatures
         ]
         try:
-            found = _NUMBA.njit(types, nogil=True, cache=True, **options)(loop)
+            found = _NUMBA.njit(nogil=True, cache=True, **options)(loop)
+            # Numba looks at the loop's own file only, but loops of others may be inlined in it.
+            found._cache._cache_file._source_stamp = [
+                (name, stat.st_mtime_ns, stat.st_size) for name, stat in files
+            ]
+            for one in types:
+                found.compile(one)
+            found.disable_compile()
         except Exception as error:  # a damaged cache raises many types
             logger.warning(
                 "compiled loops cannot be kept, so that each start takes some ten seconds more; "

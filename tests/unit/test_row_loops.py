@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,7 +20,7 @@ from impress_sglang.codes.coding import Rows
 from impress_sglang.codes.rows.basis import Basis
 from impress_sglang.codes.rows.coder import GAIN_TABLE, encode_layer
 from impress_sglang.codes.rows.row import BOUNDS, CURVES, GAINS, LEVELS, RowLayout
-from impress_sglang.loops import heaps, placing
+from impress_sglang.loops import heaps, jit, placing
 from impress_sglang.loops import rows as loops
 from impress_sglang.loops.jit import compiled
 from impress_sglang.transfer.basis_codec import BasisCodec
@@ -161,3 +163,22 @@ def test_what_was_kept_may_be_damaged(
         assert ("NUMBA_CACHE_DIR" in caplog.text) == warned
         (kept,) = tmp_path.rglob(f"*.{kind}")
         kept.write_bytes(b"")
+
+
+def test_a_loop_is_compiled_anew_if_one_that_it_calls_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another file."""
+    monkeypatch.setattr(jit, "_FOLDER", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    head = "from impress_sglang.loops.jit import compiled\n"
+    loop = '@compiled("(int64,)", makes_arrays=False)\ndef {}(number): return {}\n'
+    (tmp_path / "outer_loop.py").write_text(
+        f"{head}from inner_loop import inner\n" + loop.format("outer", "10 * inner(number)")
+    )
+    for added, right in ((1, 20), (22, 230), (22, 230)):
+        (tmp_path / "inner_loop.py").write_text(head + loop.format("inner", f"number + {added}"))
+        for name in ("inner_loop", "outer_loop"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        outer: Any = importlib.import_module("outer_loop").outer
+        assert outer(1) == right and hasattr(outer, "nopython_signatures")
