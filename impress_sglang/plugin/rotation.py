@@ -33,9 +33,13 @@ def rotation_of(model: Any, option: str) -> KeyRotation:
             f"drop {option}"
         )
     (rotary,) = rotations
+    replaced = list[Tensor]()
 
     def table(rows: int) -> Tensor:
-        rotary._ensure_cos_sin_cache_length(rows - 1)
+        if rows > len(rotary.cos_sin_cache):
+            # CUDA graphs go on to read the one that was there when they were captured.
+            replaced.append(rotary.cos_sin_cache)
+            rotary._ensure_cos_sin_cache_length(rows - 1)
         return rotary.cos_sin_cache
 
     return KeyRotation(table, halves=rotary.is_neox_style)

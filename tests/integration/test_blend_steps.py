@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -248,3 +249,6 @@ def test_keys_move_as_sglang_rotates() -> None:
     old, new = torch.tensor([0, 5, 63, 70, 9]), torch.tensor([8, 4, 500, 1, 9])
     moved = rotation.move(at(old), rotation.factors(old, new))
     assert torch.allclose(moved, at(new), atol=1e-5)
+    before, rows = weakref.ref(rotary.cos_sin_cache), len(rotary.cos_sin_cache)
+    rotation.prepare(rows + 1)
+    assert len(rotary.cos_sin_cache) > rows and before() is not None, "graphs read what is freed"
