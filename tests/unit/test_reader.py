@@ -241,7 +241,7 @@ def test_nobody_waits_for_a_reader_that_has_failed(
 
     late = reader.submit(*stored.runs((0, 3)))
 
-    assert all(read.ended.wait(2.0) for read in (*reads, late))
+    assert all(read.ended.wait(60.0) for read in (*reads, late))
     failed = [read for read in (*reads, late) if read.error is not None]
     assert late in failed
     for read in failed:
