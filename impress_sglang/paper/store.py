@@ -23,6 +23,7 @@ from impress_sglang.storage.files import AlignedMemory
 from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, SegmentLayout
 from impress_sglang.storage.segment import MappingLists, OpenSegment, SegmentInfo
 from impress_sglang.storage.writer import WriteAbandoned, write_segment
+from impress_sglang.store.memory import StoreMemory
 from impress_sglang.store.policies import make_policy
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
@@ -64,6 +65,7 @@ class PartStore(PrefixStore):
         self._job: Rewrite | None = None
         # Segments that were read since the last search.
         self._read: dict[str, None] = {}
+        self._measured: PartSource | None = None
 
     def open_part(self, match: StoredMatch, start: int, stop: int, *, whole: bool) -> PartSource:
         """Open a source for the tokens [start, stop) of a match; `close_source` closes it.
@@ -76,6 +78,24 @@ class PartStore(PrefixStore):
             opened = self.readers.open_spans(spans, segments, codes=False)
             histories = [self._history(span.segment) for span in spans]
             return PartSource(opened, histories, *places, whole=whole)
+
+    def measure(self, match: StoredMatch, start: int) -> None:
+        """Measure the current read speed on a layer of the tokens from `start` on."""
+        if self._measured is None:
+            try:
+                source = self.open_part(match, start, match.num_tokens, whole=True)
+            except PrefixUnreadable as error:
+                self.report(error)
+                return
+            self._measured = source
+            if self._memory.buffers.has_room(source.layer_bytes):
+                source.read_some()
+
+    def _end_measuring(self) -> None:
+        source = self._measured
+        if source is not None and (self._closed or not source.is_reading):
+            self._measured = None
+            self.close_source(source)
 
     def _history(self, segment: StoredSegment) -> TokenHistory:
         if segment.history is None:
@@ -116,6 +136,12 @@ class PartStore(PrefixStore):
         if self._reorders:
             self._read.update(dict.fromkeys(source.segment_ids))
 
+    def retire(self) -> StoreMemory:
+        """See `PrefixStore.retire`."""
+        memory = super().retire()
+        self._end_measuring()
+        return memory
+
     def leave_disk(self) -> None:
         """See `PrefixStore.leave_disk`; waits up to `io_timeout` for a running rewrite."""
         try:
@@ -134,6 +160,7 @@ class PartStore(PrefixStore):
     def _collect(self) -> None:
         super()._collect()
         self._end_rewrite()
+        self._end_measuring()
 
     def _start_due(self) -> None:
         super()._start_due()

@@ -397,8 +397,7 @@ def _measure(store: PrefixStore, spans: Sequence[StoredSpan], *, exact: bool) ->
     try:
         source = readers.open([span], exact=exact)
         try:
-            while not source.read_ahead() and source.next_ahead < source.num_layers:
-                pass
+            source.read_some()
             if not source.wait_idle():
                 late = TimeoutError("the device does not answer")
                 store.health.report_failure("reading could not be measured", late, reading=True)

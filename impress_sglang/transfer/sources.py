@@ -155,6 +155,11 @@ class StoredSource(abc.ABC):
             num_bytes += buffer.read_ahead(_joined(missing))
         return num_bytes
 
+    def read_some(self) -> None:
+        """Begin to read ahead the first layer of which something is not cached."""
+        while not self.read_ahead() and self.next_ahead < self.num_layers:
+            pass
+
     @property
     def is_reading(self) -> bool:
         """Whether any of its reads is in progress."""

@@ -216,6 +216,27 @@ def test_how_much_is_loaded_if_reading_takes_a_second_per_byte(
     assert (told["estimated_load_ms"] > told["estimated_recompute_ms"]) == (computing < 1.0)
 
 
+def test_a_drive_that_was_slow_is_measured(
+    world: PaperWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nothing would ever be loaded again."""
+    service, store = world.service, world.service.store
+    service.config = dataclasses.replace(service.config, load="faster")
+    monkeypatch.setattr(service.estimator.computing, "bound", lambda new, pairs: (1.0, True))
+    cost, names = store._reader.cost, [segment.segment_id for segment in store.tree.segments()]
+    for _ in range(9):
+        cost.observe(1, 1e3, 100.0)
+    assert told_of(world.ask())["decision"] == "recompute"
+    wait_until(lambda: service.poll() or cost.observations > 9)
+    wait_until(lambda: service.poll() or not any(map(store.readers.is_open, names)))
+
+    monkeypatch.setattr(store.readers, "seconds_to_read", lambda count: 2.0)
+    assert told_of(world.ask("s"))["decision"] == "recompute"
+    assert any(map(store.readers.is_open, names))
+    service.reopen(NEW)
+    wait_until(lambda: not any(map(store.readers.is_open, names)))
+
+
 def test_other_weights_are_served_once_nothing_is_resident(world: PaperWorld) -> None:
     world.prefill("resident", OTHER)
     assert world.call("update_weights_from_disk", flush_cache=False).success

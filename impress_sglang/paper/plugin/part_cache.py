@@ -122,6 +122,8 @@ class PartCache(ImpressTreeCache):
             return resident
         tracked.report.update(estimate_fields(plan.estimate, loads=plan.worthwhile))
         if not plan.worthwhile:
+            # Without measuring, slow reads would keep prefixes from ever being loaded again.
+            self.service.parts.measure(match, start)
             return resident
         self._plans[req.rid] = plan
         return resident._replace(device_prefix_len=plan.stop - plan.k, host_hit_length=plan.k)
