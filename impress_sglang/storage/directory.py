@@ -117,8 +117,18 @@ class StoreDirectory:
 
     def check_readable(self) -> None:
         """Raise unless the folder exists and is the one that was opened."""
-        if _read_small(self.files, self.path / MARKER) != self._marker:
+        is_other = _read_small(self.files, self.path / MARKER) != self._marker
+        # Servers of a model have the same marker. A drive that came back may not know the lock.
+        with contextlib.suppress(OSError):
+            is_removed = not os.fstat(self._lock).st_nlink
+            is_other |= is_removed and bool(self.files.stat(self.path / LOCK).st_nlink)
+        if is_other:
             raise FileNotFoundError(f"{self.path} is not the store that was opened")
+
+    def free_bytes(self) -> int:
+        """Return the bytes that may still be written; raises as `check_readable`."""
+        self.check_readable()
+        return self.files.free_bytes(self.path)
 
     def check_writable(self) -> None:
         """Raise unless a file can be written, read back and removed; makes missing folders."""
@@ -145,6 +155,8 @@ class StoreDirectory:
                 raise FileNotFoundError(f"{self.path} was closed")
             self._release()
             self._lock, self._marker = lock, marker
+        # A server that had the folder meanwhile may have left it; the next change makes another.
+        self.files.unlink(self.path / JOURNAL)
         logger.warning("%s was removed; it begins anew", self.path)
 
     def close(self) -> None:

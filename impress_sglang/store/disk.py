@@ -229,7 +229,7 @@ class StoreDisk:
         if isinstance(task, Suspect):
             return self.worker.submit(self.worker.recheck, task.segment.info)
         if task is DiskTask.MEASURE:
-            return self._prober.submit(self.files.free_bytes, self.directory.path)
+            return self._prober.submit(self.directory.free_bytes)
         return self._prober.submit(probe, self.directory)
 
     def record_recent_uses(self) -> None:

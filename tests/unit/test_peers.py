@@ -41,6 +41,7 @@ from tests.unit.store_factory import (
     prompt,
     purge,
     until,
+    until_well,
 )
 from tests.unit.waiting import Clock
 
@@ -114,6 +115,29 @@ def test_a_folder_without_a_server_is_served_and_taken_over(
     alone = bench.open()
     check_rows(alone, prompt(1, 60))
     assert folder_of(alone).name == IDENTITY
+
+
+def test_a_folder_that_another_server_has_made_again_is_its_own(
+    bench: Workbench, two: Two, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its key is the same, but not its lock."""
+    first, _ = two
+    bench.put(first, prompt(1))
+    shutil.rmtree(folder_of(first))
+    third = bench.open()
+    assert folder_of(third) == folder_of(first)
+    first.health._measured_at = -math.inf
+    until(first, lambda: "used by another process" in str(first.health.summary()))
+    assert bench.offer(first, prompt(2)) is StoreOutcome.UNAVAILABLE
+    bench.put_all(third, 3, 4)
+    bench.close(third)
+    until_well(first)
+    until(first, lambda: bench.offer(first, prompt(5)) is not StoreOutcome.UNAVAILABLE)
+    until_well(first)
+    bench.close(first)
+    again = bench.open()
+    assert lengths(again, 1, 2, 3, 4, 5) == [0, 0, 8, 8, 8]
+    assert "is damaged" not in caplog.text
 
 
 def flip_last_line(journal: Path) -> None:
