@@ -293,10 +293,12 @@ class JobLoader:
     def _run(self) -> None:
         use_one_torch_thread()
         opened = _Opened()
-        while self._accepting or opened:
-            self._open(opened, wait=not opened)
-            if opened:
-                self._load(*opened.popleft(), opened)
+        # Read buffers are pinned for the current device of a thread, at first that with number 0.
+        with torch.cuda.stream(self._stream):
+            while self._accepting or opened:
+                self._open(opened, wait=not opened)
+                if opened:
+                    self._load(*opened.popleft(), opened)
 
     def _open(self, opened: _Opened, *, wait: bool = False) -> None:
         """Open the jobs queued meanwhile, so that they are read ahead.
@@ -336,8 +338,7 @@ class JobLoader:
 
     def _load(self, job: LoadJob, source: WholeSource, others: _Opened) -> None:
         with self._failing(job):
-            sources = contextlib.closing(job.sources(source, self._rows_from))
-            with torch.cuda.stream(self._stream), sources as reads:
+            with contextlib.closing(job.sources(source, self._rows_from)) as reads:
                 if self._stream is not None:
                     self._stream.wait_event(job.writable_event)
                 job.stream = self._stream

@@ -8,8 +8,9 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -248,6 +249,30 @@ class TestLoader:
             assert job.state is JobState.FAILED and isinstance(job.error, ValueError)
             wait_until(lambda: segments.release_closed() or not segments._open)
             desk.check(desk.load(FIRST))
+
+    def test_buffers_are_made_for_the_device_of_the_slots(
+        self, make: Make, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A thread that names none pins memory for the first one, and takes memory of it."""
+        inside, take = [False], BufferPool.take
+
+        @contextmanager
+        def stream(_: object) -> Iterator[None]:
+            inside.append(True)
+            yield
+            inside.pop()
+
+        def noted(*args: Any) -> Any:
+            taken.append(inside[-1])
+            return take(*args)
+
+        taken: list[bool] = []
+        monkeypatch.setattr(torch.cuda, "stream", stream)
+        monkeypatch.setattr(BufferPool, "take", noted)
+        desk = make()
+        desk.put(FIRST)
+        desk.check(desk.load(FIRST))
+        assert taken and all(taken)
 
     def test_a_drive_that_hangs_ends_a_measurement(self, make: Make) -> None:
         """And what comes after it is loaded."""
