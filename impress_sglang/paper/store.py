@@ -72,18 +72,23 @@ class PartStore(PrefixStore):
 
         `whole`: all of them will be read. Raises as `SegmentReaders.open`.
         """
-        spans, places = match.slice(start, stop), (self._memory.buffers, self.cache)
         self.tree.touch(match)
+        return self._open(match.slice(start, stop), whole=whole)
+
+    def _open(self, spans: Sequence[StoredSpan], *, whole: bool) -> PartSource:
+        places = self._memory.buffers, self.cache
         with self.readers.acquired(spans) as segments:
             opened = self.readers.open_spans(spans, segments, codes=False)
             histories = [self._history(span.segment) for span in spans]
             return PartSource(opened, histories, *places, whole=whole)
 
-    def measure(self, match: StoredMatch, start: int) -> None:
-        """Measure the current read speed on a layer of the tokens from `start` on."""
+    def measure(self, spans: Sequence[StoredSpan]) -> None:
+        """Measure the current read speed on a layer of one of some spans."""
         if self._measured is None:
+            # What is in a cache is not read.
+            span = max(spans, key=lambda span: self.readers.bytes_to_read([span], codes=False))
             try:
-                source = self.open_part(match, start, match.num_tokens, whole=True)
+                source = self._open([span], whole=True)
             except PrefixUnreadable as error:
                 self.report(error)
                 return

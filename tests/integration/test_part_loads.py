@@ -233,6 +233,7 @@ def test_a_drive_that_was_slow_is_measured(
     monkeypatch.setattr(store.readers, "seconds_to_read", lambda count: 2.0)
     assert told_of(world.ask("s"))["decision"] == "recompute"
     assert any(map(store.readers.is_open, names))
+    assert not any(segment.hits for segment in store.tree.segments()), "it is no use"
     service.reopen(NEW)
     wait_until(lambda: not any(map(store.readers.is_open, names)))
 

@@ -123,7 +123,7 @@ class PartCache(ImpressTreeCache):
         tracked.report.update(estimate_fields(plan.estimate, loads=plan.worthwhile))
         if not plan.worthwhile:
             # Without measuring, slow reads would keep prefixes from ever being loaded again.
-            self.service.parts.measure(match, start)
+            self.service.parts.measure(match.slice(start, plan.stop))
             return resident
         self._plans[req.rid] = plan
         return resident._replace(device_prefix_len=plan.stop - plan.k, host_hit_length=plan.k)
