@@ -75,7 +75,7 @@ def test_prompts_are_shown_to_who_wants_that(world: World) -> None:
 @pytest.mark.parametrize("options", [SHOWN])
 def test_media_are_one_token_that_no_text_has(world: World) -> None:
     """Cut to 32 bits they would be other tokens, or none that a tokenizer takes."""
-    media = 2**40 + 2**31
+    media = 2**31  # SGLang 0.5.22 has none above 32 bits.
     world.run("media", array("q", [media, media + 5, *STORED]))
     assert seen(world)["requests"][0]["words"][:3] == [2**31 - 1, 2**31 - 1, STORED[0]]
 
