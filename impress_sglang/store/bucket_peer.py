@@ -27,12 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from impress_sglang.config import ImpressConfig, bytes_of
-from impress_sglang.errors import (
-    ConfigError,
-    PrefixUnreadable,
-    SegmentUnreadable,
-    StoreUnavailable,
-)
+from impress_sglang.errors import ConfigError, PrefixUnreadable, SegmentUnreadable, StoreUnavailable
 from impress_sglang.storage.directory import StoreDirectory, segment_files
 from impress_sglang.storage.segment import OpenSegment, SegmentInfo
 from impress_sglang.store.bucket import (
@@ -85,6 +80,8 @@ class BucketPeer:
         """
         self._bucket, self._directory, self._events = bucket, directory, events
         self._root = directory.identity
+        # Whether the bucket has the key of the directory; before, nothing is read or sent.
+        self._has_agreed = False
         self._share_key()
         self.home = Path(bucket.url)
         """`home` of the bucket's segments; other servers' segments have a folder there."""
@@ -118,22 +115,17 @@ class BucketPeer:
         self._header_readers = [BackgroundThread("impress-head") for _ in range(_HEADER_THREADS)]
 
     def _share_key(self) -> None:
-        name = f"{self._root}/{_KEY}"
         is_new = not any(segment_files(self._directory.files, self._directory.path))
         try:
-            try:
-                content, _ = self._bucket.begin(name, 1 << 10)
-            except FileNotFoundError:
-                self._bucket.put(name, self._directory.key.hex().encode())
-                content, _ = self._bucket.begin(name, 1 << 10)
-            key = bytes.fromhex(content.decode())
+            key = self._read_key()
         except (OSError, ValueError) as error:
             if is_new:
                 raise ConfigError(
                     f"--impress-store {self._bucket.url} cannot be used: {error}"
                 ) from error
-            # An earlier process has agreed on it.
+            # An earlier process may have agreed on it; `poll` asks.
             return
+        self._has_agreed = True
         if key != self._directory.key:
             if not is_new:
                 raise ConfigError(
@@ -141,6 +133,16 @@ class BucketPeer:
                     "remove it, or choose another --impress-ssd-dir"
                 )
             self._directory.take_key(key)
+
+    def _read_key(self) -> bytes:
+        """Return the key in the bucket, which is put there if it has none."""
+        name = f"{self._root}/{_KEY}"
+        try:
+            content, _ = self._bucket.begin(name, 1 << 10)
+        except FileNotFoundError:
+            self._bucket.put(name, self._directory.key.hex().encode())
+            content, _ = self._bucket.begin(name, 1 << 10)
+        return bytes.fromhex(content.decode())
 
     def name_of(self, info: SegmentInfo) -> str:
         fields = json.loads(info.description())
@@ -229,6 +231,8 @@ class BucketPeer:
     # Called on other threads.
 
     def _upload(self, name: str) -> None:
+        while not (self._has_agreed or self._stop.wait(POLL_SECONDS)):
+            pass
         uploaded = self._local.get(name)
         # Evicted before its upload, or uploaded already; `poll` uploads again what it deletes.
         if uploaded is None or name in self._listed or self._stop.is_set():
@@ -293,6 +297,13 @@ class BucketPeer:
         Raises:
             OSError: the store does not answer, or refuses.
         """
+        if not self._has_agreed:
+            # A list lets reads resume.
+            self._bucket.list(f"{self._root}/{_KEY}")
+            if self._read_key() != self._directory.key:
+                logger.error("%s is not used: the directory has another key", self._bucket.url)
+                return self._stop.set()
+            self._has_agreed = True
         if not self._bucket.answers:
             # Reads resume as soon as it answers; a list of all objects takes longer.
             self._take_orders(self._bucket.list(f"{self._root}/{_ORDERS}"))
@@ -420,7 +431,7 @@ class BucketPeer:
 
     def summary(self) -> dict[str, Any]:
         return {
-            "state": "ok" if self._bucket.answers else "degraded",
+            "state": "ok" if self._bucket.answers and not self._stop.is_set() else "degraded",
             "objects": len(self._listed),
             "bytes": self._listed_bytes,
             "quota_bytes": self._max_bytes,

@@ -239,7 +239,8 @@ def test_an_object_that_is_damaged_or_gone_is_a_miss(
     name = peer.name_of(span.segment.info)
     # Reading finds it before a list does.
     with monkeypatch.context() as patch:
-        patch.setattr(peer, "poll", lambda: None)
+        patch.setattr(peer, "poll", (is_idle := threading.Event()).set)
+        assert is_idle.wait(60)
         content = bytearray(obstore.get(bucket._store, name).bytes())
         content[-4096] ^= 1
         obstore.delete(bucket._store, bucket.segments)

@@ -7,6 +7,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -48,6 +49,33 @@ def test_one_object_that_is_refused(
     assert lengths(second, 1, 2) == [0, 8] == lengths(third, 1, 2)
     assert [store.summary()["bucket"]["state"] for store in (second, third)] == ["ok", "ok"]
     assert "1 objects of s3://bucket/prefix cannot be used: [Errno 13] a test" in caplog.text
+
+
+@pytest.mark.parametrize("has_key", [False, True])
+def test_a_bucket_that_fails_when_a_directory_first_uses_it(
+    world: World, bucket: Faults, has_key: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All agree on a key, or it is not used."""
+    with mock.patch("impress_sglang.store.disk.open_bucket", lambda config: None):
+        first = world.open("a")
+        world.put("a", first, prompt(1))
+        world.benches["a"].close(first)
+    second = world.open("b") if has_key else None
+    bucket.fails = lambda what, name: True
+    first = world.open("a")
+    world.put("a", first, prompt(2))
+    bucket.fails = lambda what, name: False
+    if second is None:
+        until(first, lambda: bucket.answers)
+        second = world.open("b")
+        for number in (1, 2):
+            until_found(second, prompt(number))
+    else:
+        until(first, lambda: "directory has another key" in caplog.text)
+        world.put("b", second, prompt(3))
+        until(second, lambda: second.summary()["bucket"]["objects"] == 1)
+        assert lengths(first, 1, 2, 3) == [8, 8, 0]
+        assert first.summary()["bucket"]["state"] == "degraded"
 
 
 @pytest.mark.parametrize(
