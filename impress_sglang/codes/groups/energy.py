@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,9 +53,10 @@ class QueryMeter:
     def dump(self) -> bytes:
         """Serialise all energies, for `restore`."""
         self.has_news = False
-        arrays = {f"energy.{layer}": energy.numpy() for layer, energy in self._energies.items()}
+        energies = self._energies.items()
+        arrays: dict[str, Any] = {f"energy.{layer}": energy.numpy() for layer, energy in energies}
         content = io.BytesIO()
-        np.savez(content, allow_pickle=False, **arrays)
+        np.savez(content, **arrays)
         return content.getvalue()
 
     def restore(self, content: bytes) -> None:
