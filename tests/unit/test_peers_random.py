@@ -113,6 +113,8 @@ class History:
     def purge(self) -> None:
         store, tokens = self.store(), self.prompt()
         purge(store, tokens)
+        # Others hear of it once it is written.
+        store.worker.submit(int).result()
         assert length(store, tokens) < len(tokens)
 
         def all_gone() -> bool:
