@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -185,12 +186,14 @@ def test_what_was_measured_serves_the_next_process(
     meter: QueryMeter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With NumPy 1.26, too, which saves all keywords as arrays."""
-    save = np.savez
-    monkeypatch.setattr(
-        np,
-        "savez",
-        lambda file, **kept: save(file, **{name: np.array(array) for name, array in kept.items()}),
-    )
+
+    def savez(file: Any, **arrays: Any) -> None:
+        with zipfile.ZipFile(file, "w") as archive:
+            for name, array in arrays.items():
+                with archive.open(f"{name}.npy", "w") as member:
+                    np.save(member, array)
+
+    monkeypatch.setattr(np, "savez", savez)
     later, right = QueryMeter(), energy_of(some_queries(1), HEADS)
     assert meter.has_news and not later.has_news
     later.restore(meter.dump())
