@@ -90,8 +90,7 @@ class BucketPeer:
         self._lock = threading.RLock()
         self._listed: dict[str, ObjectMeta] = {}
         self._listed_bytes = 0
-        # Segments by object name, each with the name of the object it builds on; None for an
-        # object that cannot be used.
+        # Segments by object name, with that of the object below; None for what cannot be used.
         self._segments: dict[str, StoredSegment | None] = {}
         # Names of the orders that were read or written.
         self._seen_orders: set[str] = set()
@@ -258,6 +257,8 @@ class BucketPeer:
             try:
                 if self._bucket.put(name, content, attributes):
                     self.sent += 1
+                    # Purged or evicted meanwhile.
+                    self._bucket.delete([] if name in self._local else [name])
                 return
             except OSError as error:
                 if self._bucket.answers and attempt >= _MAX_ATTEMPTS:

@@ -60,8 +60,7 @@ class EvictionOrder:
     def add(self, segment: StoredSegment) -> None:
         """Add a segment of the tree; unless an earlier process has stored it, this is a use."""
         self._insert(segment)
-        expires, ttl = segment.info.expires or math.inf, self._ttl or math.inf
-        segment.expires_at = expires_at = min(expires, segment.written + ttl)
+        segment.expires_at = expires_at = self.expiry_of(segment)
         if expires_at < math.inf:
             if len(self._expiring) > 2 * len(self):
                 # Otherwise segments that were removed before they expired would stay until then.
@@ -74,6 +73,10 @@ class EvictionOrder:
                 order.move_to_end(segment, last=False)
         elif segment.last_access <= 0:
             self.count_use(segment)
+
+    def expiry_of(self, segment: StoredSegment) -> float:
+        expires, ttl = segment.info.expires or math.inf, self._ttl or math.inf
+        return min(expires, segment.written + ttl)
 
     def remove(self, segment: StoredSegment) -> None:
         if segment in self:

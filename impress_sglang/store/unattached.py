@@ -137,12 +137,16 @@ class UnattachedSegments:
 
     def add(self, segment: StoredSegment, *, is_known: bool = False) -> None:
         """Attach a segment of another server, or keep it until that is possible; not if its tokens
-        are known (`is_known`), stored under another id, or if it was purged."""
+        are known (`is_known`), stored under another id, or if it was purged or has expired."""
         if segment.segment_id in self._banned or (is_known and not self._purged):
             return
         prefix = self._tokens_before(segment)
-        if prefix is not None and any(
-            _matches_order(purge, segment, prefix) for purge in self._purged
+        # What builds on a purged segment may belong to the same prefix; of others it is not known.
+        is_unsure = prefix is None and segment.parent_hint not in self._banned
+        orders = (purge for purge in self._purged if purge[1] is None or not is_unsure)
+        segment.expires_at = self._tree.order.expiry_of(segment)
+        if segment.expires_at <= time.time() or any(
+            _matches_order(purge, segment, prefix) for purge in orders
         ):
             self.ban(segment.segment_id)
             self.to_remove.append(segment)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,12 +13,14 @@ from unittest import mock
 import pytest
 
 from impress_sglang.errors import StoreUnavailable
+from impress_sglang.store.orders import Purge
 from tests.faults import Faults as DriveFaults
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit import bucket_world
+from tests.unit import kv_factory as kv
 from tests.unit.bucket_world import Faults, World, obstore, until_found
 from tests.unit.kv_factory import IDENTITY
-from tests.unit.store_factory import check_rows, length, lengths, prompt, until
+from tests.unit.store_factory import check_rows, length, lengths, prompt, purge, until
 from tests.unit.waiting import wait_until
 
 bucket, world = bucket_world.bucket, bucket_world.world
@@ -76,6 +79,68 @@ def test_a_bucket_that_fails_when_a_directory_first_uses_it(
         until(second, lambda: second.summary()["bucket"]["objects"] == 1)
         assert lengths(first, 1, 2, 3) == [8, 8, 0]
         assert first.summary()["bucket"]["state"] == "degraded"
+
+
+def test_what_builds_on_what_has_expired_goes_when_it_expires(
+    world: World, bucket: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, now = world.open("a"), time.time()
+    world.put("a", first, prompt(1, 13), ttl=1000.0)
+    world.put("a", first, prompt(1, 40), ttl=2000.0)
+    until(first, lambda: len(bucket.segments) == 2)
+    monkeypatch.setattr("time.time", lambda: now + 1500)
+    until(first, lambda: len(bucket.segments) == 1)
+    world.benches["a"].close(first)
+    second = world.open("b")
+    until(second, lambda: second.summary()["bucket"]["objects"] == 1)
+    monkeypatch.setattr("time.time", lambda: now + 2500)
+    until(second, lambda: not bucket.segments)
+
+
+@pytest.mark.parametrize("whole_namespace", [False, True])
+def test_a_purge_without_a_server_reaches_the_bucket_later(
+    world: World, bucket: Faults, whole_namespace: bool
+) -> None:
+    """Also what builds on what is not there any more."""
+    first = world.open("a")
+    world.put("a", first, prompt(1, 64), prompt(1, 80), prompt(1, 96), prompt(2))
+    until(first, lambda: len(bucket.segments) == 4)
+    below = next(segment for segment in first.tree.segments() if not segment.info.prefix_len)
+    name = first._disk.bucket.name_of(below.info)
+    world.benches["a"].close(first)
+    with mock.patch("impress_sglang.store.disk.open_bucket", lambda config: None):
+        first = world.open("a")
+        order = Purge(first.namespace(""), None if whole_namespace else kv.as_tokens(prompt(1, 64)))
+        while order.unfinished:
+            order.step(first)
+        world.benches["a"].close(first)
+    if whole_namespace:
+        obstore.delete(bucket._store, name)
+    # The order comes first.
+    bucket.fails = lambda what, name: what == "list"
+    first = world.open("a")
+    until(first, lambda: first.unattached._purged)
+    bucket.fails = lambda what, name: False
+    until(first, lambda: len(bucket.segments) == (0 if whole_namespace else 1))
+
+
+def test_what_is_purged_while_it_is_sent_is_not_there_later(world: World, bucket: Faults) -> None:
+    first, sent = world.open("a"), threading.Event()
+    is_sending = threading.Event()
+
+    def wait(what: str, name: str) -> bool:
+        if what == "put" and name.endswith(".kv") and bucket.segments:
+            is_sending.set()
+            assert sent.wait(60)
+        return False
+
+    bucket.fails = wait
+    world.put("a", first, prompt(1, 13), prompt(1, 40))
+    until(first, is_sending.is_set)
+    purge(first, prompt(1, 13))
+    until(first, lambda: not bucket.segments)
+    sent.set()
+    until(first, lambda: first.summary()["bucket"]["sent"] == 2 and not bucket.segments)
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ def test_a_file_of_another_that_cannot_be_read_now_is_used_later(
 ) -> None:
     clock, (first, second) = Clock(), two
     clock.now = time.monotonic()
-    monkeypatch.setattr(places_module, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(places_module, "time", SimpleNamespace(monotonic=clock, time=time.time))
     bench.put(first, prompt(1, 13))
     until_stored(second, prompt(1, 13))
     bench.put(second, prompt(1, 40))
