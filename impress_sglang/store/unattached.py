@@ -164,12 +164,19 @@ class UnattachedSegments:
 
     def _duplicate_of(self, segment: StoredSegment, prefix: Tokens) -> StoredSegment | None:
         """Return this server's segment of the same tokens, if both were written simultaneously and
-        this server is to remove its copy: both servers decide by the ids."""
-        match = self._tree.match(
-            segment.info.namespace,
-            np.concatenate([prefix, segment.info.tokens]),
-            min_quality=segment.info.quality,
-        )
+        this server is to remove its copy: both servers decide by the ids. Or one that cannot be
+        used: `segment` has its tokens, and those of the hole that it builds on."""
+        info, quality = segment.info, segment.info.quality
+        key = info.namespace, np.concatenate([prefix, info.tokens])
+        match = self._tree.match(*key, min_quality=quality)
+        if match.num_tokens == len(prefix) and not info.windows_from:
+            stored = self._tree.match(*key, min_quality=quality, only_ready=False)
+            hole, last = stored.slice(len(prefix), len(prefix) + 1), stored.spans[-1:]
+            if hole and hole[0].segment.lost and last != hole:
+                unused = last[0].segment
+                is_whole = len(last[0]) == unused.info.num_tokens
+                if is_whole and unused.foreign_dir is None and unused.info.quality == quality:
+                    return unused
         local = match.spans[-1].segment if match.spans else segment
         if (
             local.foreign_dir is not None

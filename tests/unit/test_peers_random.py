@@ -40,6 +40,8 @@ from tests.unit.store_factory import (
     lengths,
     look_again,
     look_up,
+    lose,
+    name_of,
     prompt,
     purge,
     until,
@@ -366,6 +368,23 @@ def test_both_may_store_the_same_at_once(bench: Workbench, two: Two) -> None:
     bench.close(two[1])
     for store in (two[0], bench.open()):
         check_rows(store, (*prompt(1, 13), 7, 8))
+
+
+@pytest.mark.parametrize("lengths", [[40], [30, 40]])
+def test_what_is_below_a_hole_makes_way_for_a_segment_with_all_of_it(
+    bench: Workbench, two: Two, lengths: list[int]
+) -> None:
+    first, second = two
+    bench.put(first, prompt(1, 13))
+    settle(two)
+    for stop in lengths:
+        bench.put(second, prompt(1, stop))
+    lose(bench, first, name_of(first, prompt(1, 13)))
+    first = bench.reopen(first)
+    bench.put(first, prompt(1, 60))
+    settle((first, second))
+    check_rows(second, prompt(1, 60))
+    assert len(bench.files()) == 1
 
 
 @pytest.mark.parametrize(
