@@ -23,7 +23,7 @@ from tests.integration.worlds import NEW, OLD, OTHER, SHAPE, STORED, TOKENS, Wor
 from tests.unit.waiting import wait_until
 
 THIRD = "2" * 32
-IO_TIMEOUT = 0.3
+IO_TIMEOUT = 2.0
 PATIENCE = 30.0
 
 
@@ -126,7 +126,8 @@ def test_a_disk_that_fails_while_a_store_is_opened(
         assert world.call("update_weights_from_disk").success
         assert not world.used() and world.service.suspended == "not opened"
     assert caplog.text.count("cannot be opened; the next flush tries again") == 1
-    assert not set(threading.enumerate()) - before, "threads of the attempt are left"
+    # Else threads of the attempt are left.
+    wait_until(lambda: not set(threading.enumerate()) - before)
     assert world.flush() and world.used() and world.service.identity == NEW
 
 

@@ -239,6 +239,7 @@ def test_queries_of_a_request_that_is_retracted_and_aborted_are_sampled_no_more(
 def nearly_done(world: TreeWorld, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A request whose job lacks one layer, with a pass that takes longer than that."""
     loads, began = world.cache.loads, list[LoadJob]()
+    monkeypatch.setattr(loads._early_admission, "_possible", True)
     monkeypatch.setattr(loads._loader, "begin", began.append)
     monkeypatch.setattr(loads._service.estimator, "pass_seconds", lambda before, new: 1.0)
     req = world.request("own", ASKED)

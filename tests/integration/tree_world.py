@@ -141,6 +141,8 @@ class TreeWorld:
             tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=self.model)),
         )
         self.cache.attach(self.scheduler)
+        # A pass does not wait for the layers of its prefix here: it begins behind the last one.
+        self.cache.loads._early_admission._possible = False
 
     def read_identity(self) -> str:
         """Of the weights that are served."""

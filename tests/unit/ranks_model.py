@@ -29,7 +29,7 @@ class Reduction:
 
     def __init__(self, size: int) -> None:
         self._pool = ThreadPoolExecutor(size)
-        self._all_ask = threading.Barrier(size, self._reduce, timeout=20)
+        self._all_ask = threading.Barrier(size, self._reduce, timeout=60)
         self._votes: list[Sequence[int]] = []
         self._result: list[int] = []
         self.count = 0
