@@ -138,5 +138,6 @@ def test_latent_vectors_of_two_ranks(workdir: Path, serving: Serve) -> None:
         damaged = max(packs(store))
         flip_bit(damaged, damaged.stat().st_size // 2)
         again = server.generate(prompt, 8)
-        assert 0 < stored_by(again) < whole
+        # None, if one has found that, and removed the file, before the other reads it.
+        assert stored_by(again) < whole
         assert again["output_ids"] == computed["output_ids"]
