@@ -23,7 +23,8 @@ def reading(depth: int = 3, engine: str = "auto") -> contextlib.closing[BlockRea
 class StepEngine:
     """Reads one block run for each `allow`, oldest first, and keeps what was asked for.
 
-    `started` are (descriptor, offset, size) in the order in which reads were begun.
+    `started` are (descriptor, offset, size) in the order in which reads were begun; it was `asked`
+    so often which have ended.
     """
 
     name = "step"
@@ -31,6 +32,7 @@ class StepEngine:
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self.started: list[tuple[int, int, int]] = []
+        self.asked = 0
         self._waiting: dict[int, tuple[int, int, int, int]] = {}
         self._numbers = iter(range(1 << 62))
         self._allowed = 0
@@ -61,6 +63,7 @@ class StepEngine:
     def finish(self, at_least: int = 1) -> tuple[Integers, Integers]:
         with self._changed:
             assert self._waiting
+            self.asked += 1
             self._changed.wait_for(lambda: self._allowed)
             self._allowed -= 1
             number = min(self._waiting)
@@ -93,7 +96,7 @@ class StepEngine:
     def wait_started(self, count: int) -> None:
         """Wait until so many reads were begun, in all."""
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.started) >= count, timeout=20)
+            assert self._changed.wait_for(lambda: len(self.started) >= count, timeout=60)
 
 
 Step = tuple[BlockReader, StepEngine]

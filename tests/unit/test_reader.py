@@ -23,6 +23,7 @@ from tests.faults import FaultyFileSystem, Rule
 from tests.unit import step_engine as steps
 from tests.unit.kv_factory import BLOCK, make_info, make_shape, random_kvs, write_kvs
 from tests.unit.step_engine import Step, StepEngine
+from tests.unit.waiting import wait_until
 
 
 class Stored:
@@ -257,11 +258,14 @@ def test_a_drive_that_is_slow_is_noticed_before_it_is_idle(
 ) -> None:
     monkeypatch.setattr(reader_module, "OBSERVED_SECONDS", seconds)
     reader, engine = step
-    first = reader.submit(*stored.runs((0, 1)))
-    second = reader.submit(*stored.runs((10, 11)))
+    # It finds both at once.
+    with reader._changed:
+        first, second = (reader.submit(*stored.runs(run)) for run in ((0, 1), (10, 11)))
     engine.wait_started(2)
     engine.allow(1)
     first.wait()
+    # Behind what is noted of the first it waits for the second.
+    wait_until(lambda: engine.asked == 2)
     assert reader.cost.observations == noted
     engine.allow()
     second.wait()
