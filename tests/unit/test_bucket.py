@@ -406,7 +406,7 @@ def test_what_becomes_a_local_file_while_it_is_opened_is_read_as_one(world: Worl
 
 
 def test_a_read_may_outlast_the_store(world: World, bucket: Faults) -> None:
-    first, second = world.open("a", io_timeout=1.0), world.open("b", io_timeout=1.0)
+    first, second = world.open("a"), world.open("b", io_timeout=1.0)
     world.put("a", first, prompt(1))
     until_found(second, prompt(1))
     peer, needed = second._disk.bucket, second.quota.missing(0)

@@ -276,7 +276,7 @@ class TestLoader:
 
     def test_a_drive_that_hangs_ends_a_measurement(self, make: Make) -> None:
         """And what comes after it is loaded."""
-        desk = make(io_timeout=0.5)
+        desk = make(io_timeout=2.0)
         desk.put(FIRST)
         hang = Rule("hang", "block")
         with desk.faults.injected(hang):

@@ -55,7 +55,7 @@ def test_a_write_that_has_read_everything_is_published_although_it_is_abandoned(
 
 def test_what_is_purged_after_it_was_read_gets_no_name(bench: Workbench) -> None:
     """Else a server that is killed before it looks again would find it at its next start."""
-    store, tokens = bench.open(write_gb_per_day=1.0), prompt(1, BLOCK_TOKENS)
+    store, tokens = bench.open(write_gb_per_day=0.01), prompt(1, BLOCK_TOKENS)
     read, last = kv.SequenceKVs(bench.shape, "", tokens).read_from(0), bench.shape.num_layers - 1
     entered, purged = threading.Event(), threading.Event()
 
