@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 BUCKET = "kvcache"
-_START_S = 30
+_START_S = 120
 # What a port for gRPC is above that for HTTP.
 _GRPC = 10_000
 
@@ -31,7 +31,8 @@ def weed() -> str | None:
 
 def _free_ports(count: int) -> list[int]:
     ports: list[int] = []
-    for port in range(21_000 + os.getpid() % 500 * 10, 32_000):
+    # All are below those that the system gives to the near ends of connections.
+    for port in range(12_000 + os.getpid() % 500 * 10, 22_000):
         with contextlib.suppress(OSError), contextlib.ExitStack() as held:
             for number in (port, port + _GRPC):
                 held.enter_context(socket.socket()).bind(("127.0.0.1", number))

@@ -81,7 +81,7 @@ def test_three_lives_on_one_bucket(
         proxy.fault = lambda asked: "hang"
         began = time.monotonic()
         assert_as_stock(second, stock, prompts[2], "computed")
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 60
         second.flush()
         assert_as_stock(second, stock, prompts[0])
         second.store_prompts(prompts[4])

@@ -21,7 +21,7 @@ from tests.serving.tiny_models import random_tokens
 from tests.unit.waiting import wait_until
 
 PATIENCE_S = 2.0
-RECOVERY_S = 30.0
+RECOVERY_S = 120.0
 # Reads are the last to stop; what is written first must be there again before the next test.
 TOKENS = 500
 

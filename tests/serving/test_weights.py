@@ -52,7 +52,7 @@ def update(server: Server, model: Path) -> dict[str, Any]:
 
 def opened(server: Server) -> dict[str, Any]:
     """The statistics, once no store is being opened: that is done in the background."""
-    wait_until(lambda: server.stats()["suspended"] != "opening", 30)
+    wait_until(lambda: server.stats()["suspended"] != "opening")
     return server.stats()
 
 

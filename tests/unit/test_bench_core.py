@@ -125,11 +125,16 @@ def test_a_step_that_fails_is_reported_and_the_others_run(
 
 
 def test_a_step_ends_with_the_time(tmp_path: Path) -> None:
-    sleeping = gpu.Step("it", "-c 'print(1, flush=True); import time; time.sleep(60)'", "", 3)
-    deadline = time.monotonic() + 2
-    assert gpu.take(sleeping, False, deadline, tmp_path)["state"] == "no time left"
-    row = gpu.take(sleeping._replace(least=0), False, deadline, tmp_path)
-    assert row["state"] == "out of time" and row["told"] == "1\n"
+    sleeping = gpu.Step("it", "-c 'print(1, flush=True); import time; time.sleep(600)'", "", 3)
+    assert gpu.take(sleeping, False, time.monotonic() + 2, tmp_path)["state"] == "no time left"
+    # On a loaded machine it takes longer to begin.
+    for seconds in (2, 60):
+        deadline = time.monotonic() + seconds
+        row = gpu.take(sleeping._replace(least=0), False, deadline, tmp_path)
+        assert row["state"] == "out of time"
+        if row["told"]:
+            break
+    assert row["told"] == "1\n"
 
 
 def ask(*blocks: int, size: int = 512) -> Ask:

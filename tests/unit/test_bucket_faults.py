@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -14,8 +15,10 @@ from bench.core.object_store import BUCKET, Proxy, credentials, seaweed, weed
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ConfigError
 from impress_sglang.store.bucket import Bucket, open_bucket
+from tests.unit.waiting import wait_until
 
 pytest.importorskip("obstore")
+# Of who has to see that a request fails. A loaded machine is slow as well.
 PATIENCE_S = 2.0
 
 
@@ -36,8 +39,8 @@ def proxy(endpoint: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     proxy.close()
 
 
-def at(prefix: str) -> Bucket:
-    config = ImpressConfig(store=f"s3://{BUCKET}/{prefix}", io_timeout=PATIENCE_S)
+def at(prefix: str, patience: float = 30.0) -> Bucket:
+    config = ImpressConfig(store=f"s3://{BUCKET}/{prefix}", io_timeout=patience)
     bucket = open_bucket(config)
     assert bucket is not None
     return bucket
@@ -81,8 +84,9 @@ def test_what_fails_now_and_then_is_tried_again(bucket: Bucket, proxy: Proxy, fa
 
 @pytest.mark.parametrize("fault", ["500", "cut", "hang", "dead"])
 def test_what_fails_fails_in_time_and_recovers(
-    bucket: Bucket, proxy: Proxy, fault: str, monkeypatch: pytest.MonkeyPatch
+    proxy: Proxy, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    bucket = at("some/prefix", PATIENCE_S)
     # A handler of another test may have lost its stream; telling that takes longer than a pause.
     monkeypatch.setattr(logging, "raiseExceptions", False)
     bucket.put("recovers", b"x" * 100)
@@ -92,7 +96,7 @@ def test_what_fails_fails_in_time_and_recovers(
     began = time.monotonic()
     with pytest.raises(OSError):
         bucket.range("recovers", 0, 100)
-    assert time.monotonic() - began < 4 * PATIENCE_S
+    assert time.monotonic() - began < 15 * PATIENCE_S
     assert not bucket.answers
     # Whoever asks next is not made to wait.
     asked = len(proxy.asked)
@@ -102,7 +106,13 @@ def test_what_fails_fails_in_time_and_recovers(
     if fault == "dead":
         return
     proxy.fault = lambda asked: ""
-    bucket.list("recovers")
+
+    def answers() -> bool:
+        with contextlib.suppress(OSError):
+            bucket.list("recovers")
+        return bucket.answers
+
+    wait_until(answers)
     assert bucket.range("recovers", 0, 100) == b"x" * 100 and bucket.answers
 
 

@@ -61,7 +61,7 @@ def test_nobody_waits_longer_than_asked_for_a_thread_that_hangs() -> None:
 
     assert not thread.close(0.2)
 
-    assert 0.2 <= time.monotonic() - began < 5
+    assert 0.2 <= time.monotonic() - began < 25
     assert not late.done() and not behind.done()
     hangs.set()
     assert behind.result(10) == 4, "it goes on where it was"
@@ -76,5 +76,5 @@ thread = BackgroundThread("hangs")
 thread.submit(threading.Event().wait)
 print("ends", flush=True)
 """
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=300)
     assert (found.returncode, found.stdout) == (0, b"ends\n")
