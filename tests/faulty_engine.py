@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from impress_sglang.storage.engines import BlockEngine, Integers
+from impress_sglang.storage.engines import WAIT_SECONDS, BlockEngine, Integers
 
 if TYPE_CHECKING:
     from tests.faults import FaultyFileSystem, Rule
@@ -66,7 +66,8 @@ class FaultyEngine:
     def finish(self, at_least: int = 1) -> tuple[Integers, Integers]:
         self._files.enter("finish", None)
         assert at_least <= len(self._flying), "would wait for ever"
-        while len(ended := self._ended()) < at_least:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while len(ended := self._ended()) < at_least and time.monotonic() < deadline:
             self._files.check_alive()
             if self._begun:
                 self._collect()

@@ -116,7 +116,7 @@ class SlowEngine:
         """Take what the engine has ended."""
         ended, results = self._engine.finish(at_least)
         known = [self._reading.pop(number) for number in ended.tolist()]
-        numbers, ends = np.array(known, np.int64).T
+        numbers, ends = np.array(known, np.int64).reshape(-1, 2).T
         self._arrived = np.hstack([self._arrived, [ends, numbers, results]])
 
 

@@ -7,6 +7,7 @@ that starting and collecting reads costs no Python per read; `ThreadEngine` uses
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -50,6 +51,8 @@ _SYSCALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
 
 # More threads are slower: they wait for the GIL, not for the device.
 MAX_THREADS = 8
+# Seconds of one wait for reads: others may begin after it, or have ended, while these hang.
+WAIT_SECONDS = 0.02
 
 
 def read_exactly(descriptor: int, offset: int, target: memoryview) -> None:
@@ -87,7 +90,8 @@ class BlockEngine(Protocol):
         ...
 
     def finish(self, at_least: int = 1) -> tuple[Integers, Integers]:
-        """Wait until `at_least` reads have ended; at least that many must be in flight.
+        """Wait until `at_least` reads have ended, but only for about WAIT_SECONDS; at least that
+        many must be in flight.
 
         Returns:
             Numbers of the reads that have ended, and for each the number of bytes read, which may
@@ -115,6 +119,8 @@ class AioEngine:
             _IOCB.itemsize
         )
         self._events = np.zeros(depth, _EVENT)
+        # A timespec.
+        self._patience = (ctypes.c_long * 2)(0, int(WAIT_SECONDS * 1e9))
         # Reads that the kernel refused to begin, with the error.
         self._refused: list[tuple[int, int]] = []
         numbers = _SYSCALLS.get(platform.machine())
@@ -162,12 +168,11 @@ class AioEngine:
         else:
             limits = ctypes.c_long(at_least), ctypes.c_long(self.depth)
             events = ctypes.c_void_p(self._events.ctypes.data)
-            count = -1
-            while count < 0:
-                count = self._call(self._getevents_call, self._context, *limits, events, None)
-                if count < 0 and ctypes.get_errno() != errno.EINTR:
-                    raise OSError(ctypes.get_errno(), "io_getevents failed")
-            ended = self._events[:count]
+            wait = self._patience
+            count = self._call(self._getevents_call, self._context, *limits, events, wait)
+            if count < 0 and ctypes.get_errno() != errno.EINTR:
+                raise OSError(ctypes.get_errno(), "io_getevents failed")
+            ended = self._events[: max(count, 0)]
             slots, results = ended["data"].astype(np.int64), ended["result"].copy()
         self._free.extend(slots.tolist())
         return slots, results
@@ -210,10 +215,11 @@ class ThreadEngine:
         return numbers
 
     def finish(self, at_least: int = 1) -> tuple[Integers, Integers]:
-        ended = [self._ended.get() for _ in range(at_least)]
-        while not self._ended.empty():
-            ended.append(self._ended.get())
-        numbers, results = np.array(ended, np.int64).T
+        ended = list[tuple[int, int]]()
+        with contextlib.suppress(queue.Empty):
+            while len(ended) < at_least or not self._ended.empty():
+                ended.append(self._ended.get(timeout=WAIT_SECONDS))
+        numbers, results = np.array(ended, np.int64).reshape(-1, 2).T
         return numbers, results
 
     def close(self) -> None:

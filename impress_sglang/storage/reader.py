@@ -262,7 +262,8 @@ class BlockReader:
             self._flying_bytes -= sum(read.size_of[place] for read, place in ended)
             # Keep the device busy while the pieces that have arrived are processed.
             self._fill()
-            self._take_in(ended, results.tolist())
+            if ended:
+                self._take_in(ended, results.tolist())
         return True
 
     def _worth_waking(self) -> int:

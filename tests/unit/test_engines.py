@@ -98,7 +98,7 @@ def finish_all(engine: BlockEngine, count: int) -> dict[int, int]:
     results: dict[int, int] = {}
     while len(results) < count:
         numbers, found = engine.finish()
-        assert len(numbers) == len(found) > 0
+        assert len(numbers) == len(found)
         assert not set(numbers.tolist()) & set(results), "told twice"
         results |= dict(zip(numbers.tolist(), found.tolist(), strict=True))
     return results
@@ -120,7 +120,6 @@ def test_any_reads_in_any_batches(engine: BlockEngine, file: File, seed: int) ->
             del todo[:count]
         if flying:
             numbers, results = engine.finish()
-            assert len(numbers) > 0
             for number, result in zip(numbers.tolist(), results.tolist(), strict=True):
                 first, size = flying.pop(number)
                 assert result == size * BLOCK
@@ -215,7 +214,7 @@ def test_an_emulated_drive_has_the_rate_that_it_was_told(
         file.start(engine, [(place * blocks, blocks) for place in range(count)])
         todo -= count
         _, results = engine.finish()
-        assert set(results.tolist()) == {blocks * BLOCK}
+        assert set(results.tolist()) <= {blocks * BLOCK}
         flying += count - len(results)
     engine.close()
     file.close()

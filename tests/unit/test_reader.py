@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +17,7 @@ import pytest
 
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.storage import reader as reader_module
-from impress_sglang.storage.engines import Integers
+from impress_sglang.storage.engines import Integers, ThreadEngine, read_exactly
 from impress_sglang.storage.files import AlignedMemory, FileSystem
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import OpenSegment
@@ -215,6 +217,30 @@ def test_a_read_that_ended_early_is_completed(stored: Stored) -> None:
     with steps.with_engine(engine) as (reader, _):
         stored.read(reader, (0, 9))
         stored.check((0, 9))
+
+
+@pytest.mark.usefixtures("single_blocks")
+@pytest.mark.parametrize("hung", [1, 9])
+@pytest.mark.parametrize("others", [0, 3])
+def test_reads_that_hang_delay_no_others(stored: Stored, hung: int, others: int) -> None:
+    """Neither those that begin with them, nor those that come when nothing else is in flight."""
+    going = threading.Event()
+
+    def read(descriptor: int, offset: int, target: memoryview) -> None:
+        assert offset < stored.offset + 20 * BLOCK or going.wait(60.0)
+        read_exactly(descriptor, offset, target)
+
+    engine = ThreadEngine(16, read, 16)
+    with contextlib.closing(BlockReader(16, steps.OneEngine(engine))) as reader:
+        with_others = reader.submit(*stored.runs((20 - others, 20 + hung)))
+        wait_until(lambda: with_others.in_flight == hung or others)
+        later = [reader.submit(*stored.runs((block, block + 1))) for block in range(3)]
+        done = [read.ended.wait(10.0) for read in later]
+        left = with_others.in_flight
+        going.set()
+        with_others.wait()
+    assert all(done) and left == hung
+    stored.check((0, 3), (20 - others, 20 + hung))
 
 
 @pytest.mark.usefixtures("single_blocks")
