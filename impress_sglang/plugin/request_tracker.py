@@ -234,7 +234,15 @@ class RequestTracker:
 
     def report_load(self, tracked: TrackedRequest, job: LoadJob) -> None:
         """Report what a job loaded; the first request that waited for it reports its reads."""
+        if job is tracked.early_job:
+            # Reported when its slots were inserted.
+            return
         sources = tracked.sources
+        if (gone := sources.stop - job.start) > 0:
+            # Evicted since, or loaded by two jobs; those of others' jobs come first in a prompt.
+            shared = sources.shared - max(gone - sources.loaded, 0)
+            sources = PrefixSources(max(sources.loaded - gone, 0), max(shared, 0))
+            tracked.sources = sources
         # It may have joined for the leading tokens of the job only.
         resident = match_resident(self.cache, key_of(tracked.req)).device_prefix_len
         sources.stop = min(resident, job.stop)

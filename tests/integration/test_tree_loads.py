@@ -25,7 +25,7 @@ from impress_sglang.plugin.request_tracker import namespace_of
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from impress_sglang.storage.layout import KVShape
 from tests.integration.tiny_model import draw
-from tests.integration.tree_world import TreeWorld
+from tests.integration.tree_world import TreeWorld, told_of
 
 PREFIX = 320
 EXACT: dict[str, Any] = {"bits": "exact"}
@@ -62,6 +62,26 @@ def test_who_needs_more_joins_and_then_loads_its_rest(world: TreeWorld, page_siz
     assert [report["loaded_tokens"] for report in told] == [PREFIX, 160]
     assert [report["shared_tokens"] for report in told] == [0, PREFIX]
     assert [report["why"]["reason"] for report in told] == ["loaded", "loaded"]
+
+
+def test_what_is_loaded_again_is_reported_once(world: TreeWorld, page_size: int) -> None:
+    """A part that another's job loaded is evicted while its own job waits for room."""
+    long = [*STORED[:PREFIX], *draw(7, 160)]
+    world.run("long", [*long, 1], store=True)
+    world.flush()
+    short, joins = world.request("short", ASKED), world.request("joins", [*long, 2])
+    world.poll()
+    taken = world.allocator.alloc(world.allocator.available_size())
+    world.settle(short)
+    (job,) = world.jobs.jobs
+    assert job.state is JobState.WAITING and job.start == PREFIX
+    world.jobs.make_room(lambda: 1)
+    world.cache.evict(EvictParams(num_tokens=10**6))
+    world.allocator.free(taken)
+    world.abort(short)
+    told = world.serve(joins)
+    assert told["loaded_tokens"] == told["prefix_tokens"] == len(long)
+    assert told["shared_tokens"] == 0 and told["tokens"]["computed"] == 1
 
 
 def test_others_are_told_of_what_was_loaded_and_evicted(world: TreeWorld, page_size: int) -> None:
@@ -278,10 +298,13 @@ def test_a_pass_begins_early_only_beside_nobody(
         assert world.waits(req), "what is left takes 3 s"
         job.layers_loaded = 3
         assert not world.waits(req) and job.inserted_early and world.waits(sharing)
-        for waiting in (req, sharing):
-            world.abort(waiting)
-        end_job(world, job)
-        world.poll()
+        world.abort(sharing)
+        # SGLang does not admit it before the job ends.
+        world.cache.loads._loader._end(job, JobState.LOADED)
+        world.settle(req)
+        assert world.admit(req) == PREFIX
+        assert (told_of(req)["loaded_tokens"], told_of(req)["shared_tokens"]) == (PREFIX, 0)
+        world.end(req)
 
 
 def test_nothing_is_loaded_any_more_when_the_store_is_set_aside(
