@@ -386,7 +386,7 @@ def test_what_builds_on_an_object_outlives_a_start(world: World, bucket: Faults)
 
 
 def test_what_becomes_a_local_file_while_it_is_opened_is_read_as_one(world: World) -> None:
-    first, second = world.open("a"), world.open("b", io_timeout=5.0)
+    first, second = world.open("a"), world.open("b")
     world.put("a", first, prompt(1))
     until_found(second, prompt(1))
     use(second, prompt(1))

@@ -356,6 +356,7 @@ def test_no_more_goes_than_is_needed_until_the_free_space_is_measured(bench: Wor
     bench.kill(first)
     files.leave(second, 0)
     second.health._measured_at = math.inf
+    until(second, lambda: not second.health._measuring)
     outcomes = []
     for number in range(20, 24):
         outcomes.append(bench.offer(second, prompt(number)))
