@@ -217,7 +217,9 @@ class BlockReader:
             pass
 
     def revive(self) -> None:
-        """Restart after a failure of the thread or its engine, if any."""
+        """Restart after a failure of the thread or its engine, if any: the device answers again."""
+        # Reads that hang still may be pending.
+        self._arrived_at = time.monotonic()
         if self._failed is not None and not self._thread.is_alive():
             self._begin()
 
