@@ -118,16 +118,21 @@ class StoreDirectory:
     def check_readable(self) -> None:
         """Raise unless the folder exists and is the one that was opened."""
         is_other = _read_small(self.files, self.path / MARKER) != self._marker
-        # Servers of a model have the same marker. A drive that came back may not know the lock.
-        with contextlib.suppress(OSError):
-            is_removed = not os.fstat(self._lock).st_nlink
-            is_other |= is_removed and bool(self.files.stat(self.path / LOCK).st_nlink)
-        if is_other:
+        if is_other or self._is_made_again():
             raise FileNotFoundError(f"{self.path} is not the store that was opened")
 
+    def _is_made_again(self) -> bool:
+        """Whether another server, which has the same marker, has made the folder again."""
+        # A drive that came back may not know the lock any more.
+        with contextlib.suppress(OSError):
+            is_removed = not os.fstat(self._lock).st_nlink
+            return is_removed and bool(self.files.stat(self.path / LOCK).st_nlink)
+        return False
+
     def free_bytes(self) -> int:
-        """Return the bytes that may still be written; raises as `check_readable`."""
-        self.check_readable()
+        """Return the bytes that may still be written; raises if another server has the folder."""
+        if self._is_made_again():
+            raise FileNotFoundError(f"{self.path} is another server's")
         return self.files.free_bytes(self.path)
 
     def check_writable(self) -> None:
