@@ -181,7 +181,7 @@ class JobSlots:
 
     def _key(self, job: LoadJob) -> RadixKey:
         extra_key, salt = job.key_scope
-        return RadixKey(array("q", job.tokens.tolist()), extra_key, cache_salt=salt)
+        return RadixKey(array("q", job.tokens.astype("q").tobytes()), extra_key, cache_salt=salt)
 
 
 def _new_tokens(req: Any) -> int:
