@@ -85,9 +85,9 @@ def ls(root: Path) -> list[Row]:
 
 
 def verify(root: Path) -> list[Row]:
-    """Return damaged files. Reads every file completely, and changes none."""
+    """Return damaged files. Reads every file of this format completely, and changes none."""
     damaged = []
-    for path in stores_in(root):
+    for path in stores_of_this_format(root):
         with _locked(path):
             for name, file, finished in segment_files(FILES, path):
                 try:
@@ -168,8 +168,8 @@ def stores_in(root: Path) -> list[Path]:
 
 
 def stores_of_this_format(root: Path) -> list[Path]:
-    """Like `stores_in`, for commands that open them: what another version has stored would seem
-    damaged, and be set aside."""
+    """Like `stores_in`, for commands to which what another version has stored seems damaged; some
+    would set it aside."""
     stores = [path for path in stores_in(root) if format_of(FILES, path) == FORMAT_VERSION]
     if not stores:
         raise Unreachable(f"there is no store of this version in {root}")
