@@ -35,7 +35,7 @@ from impress_sglang.store.disk_worker import DiskWorker
 from impress_sglang.store.health import DiskTask, Health, Suspect
 from impress_sglang.store.orders import Pins
 from impress_sglang.store.peers import Peers
-from impress_sglang.store.stored import StoredSegment
+from impress_sglang.store.stored import SegmentState, StoredSegment
 from impress_sglang.store.tree import StoredTree
 from impress_sglang.store.unattached import UnattachedSegments
 from impress_sglang.threads import BackgroundThread
@@ -154,10 +154,10 @@ class StoreDisk:
             else:
                 # Their parent may be there; `place` comes after the first list of its objects.
                 self._orphans = others
-                for segment in others:
-                    unattached.postpone(segment, math.inf)
-            unused = (*kept, *self._orphans)
-            self.worker.unused_bytes += sum(segment.file_bytes for segment in unused)
+            for segment in (*kept, *self._orphans):
+                # A purge finds them there.
+                unattached.postpone(segment, math.inf)
+                self.worker.unused_bytes += segment.file_bytes
             self._remove(unusable)
             if is_large:
                 gc.freeze()
@@ -189,6 +189,7 @@ class StoreDisk:
         self.unattached.forget(segment.segment_id)
         is_attached = segment.segment_id in self.tree
         if not is_attached and self.bucket is not None:
+            segment.state = SegmentState.LOST
             self._remove([segment])
             self.bucket.on_removed(segment)
         return is_attached
@@ -224,6 +225,16 @@ class StoreDisk:
                 names.setdefault(segment.foreign_dir, set()).add(segment.segment_id)
         for folder, ids in names.items():
             self.worker.submit(self.peers.trim, folder, math.inf, ids)
+
+    def remove_unattached(self, segments: Iterable[StoredSegment]) -> None:
+        """Remove segments that are not in the tree; see also `remove_foreign`."""
+        own = [segment for segment in segments if segment.foreign_dir is None and segment.ready]
+        for segment in own:
+            segment.state = SegmentState.LOST
+            self.worker.unused_bytes -= segment.file_bytes
+        if own:
+            self.worker.delete({segment.segment_id: segment.file_bytes for segment in own})
+        self.remove_foreign(segments)
 
     def begin(self, task: DiskTask | Suspect) -> Future[Any]:
         if isinstance(task, Suspect):

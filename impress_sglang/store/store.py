@@ -159,7 +159,7 @@ class PrefixStore:
                 self.writes.discard([duplicate], MissCause.EVICTED)
                 self.unattached.forget(replacement.segment_id)
                 self.unattached.add(replacement)
-        self._disk.remove_foreign(self.unattached.to_remove)
+        self._disk.remove_unattached(self.unattached.to_remove)
         self.unattached.to_remove.clear()
         if self._orders:
             self._orders[0].apply_locally(self)

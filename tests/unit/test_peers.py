@@ -154,11 +154,12 @@ JOURNAL_DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.parametrize("purges", [False, True])
 @pytest.mark.parametrize("damage", JOURNAL_DAMAGE)
 def test_own_segments_outlive_a_start_while_others_are_not_known(
-    bench: Workbench, two: Two, damage: str
+    bench: Workbench, two: Two, damage: str, purges: bool
 ) -> None:
-    """They may build on what another server has."""
+    """They may build on what another server has, and may be of what is purged."""
     first, second = two
     bench.put(second, prompt(1, 13))
     until_stored(first, prompt(1, 13))
@@ -174,6 +175,11 @@ def test_own_segments_outlive_a_start_while_others_are_not_known(
     again.worker.submit(int).result()
     assert length(again, prompt(1, 60)) == 0 and len(bench.files()) == 3
     assert again.quota.summary()["used_bytes"] == 0 < again.worker.unused_bytes
+    if purges:
+        purge(again, prompt(1, 8))
+        until(again, lambda: len(bench.files()) == 1)
+        assert not again.worker.unused_bytes
+        return
     # The next server of that folder finds its files.
     bench.open()
     bench.close(again)
