@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ConfigError, PrefixUnreadable
-from impress_sglang.storage.directory import StoreDirectory
+from impress_sglang.storage.directory import StoreDirectory, identity_in
 from impress_sglang.storage.engines import BlockEngine, ThreadEngine
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import (
@@ -413,6 +413,8 @@ class BucketFiles(FileSystem):
 
 
 def read_object_header(bucket: Bucket, name: str, size: int) -> tuple[SegmentInfo, dict[str, str]]:
+    """Read the description and the attributes of an object; raises `ValueError` if it is not one
+    of ours, because its ids become names of files."""
     content, attributes = bucket.begin(name, _HEADER_BYTES)
 
     def read(offset: int, length: int) -> bytes:
@@ -424,7 +426,14 @@ def read_object_header(bucket: Bucket, name: str, size: int) -> tuple[SegmentInf
         return content[offset : offset + length]
 
     with reading(name):
-        return decode_header(name, size, read).info, attributes
+        info = decode_header(name, size, read).info
+    ids = info.segment_id, info.identity, info.namespace, info.prefix_digest
+    numbers = info.prefix_len, info.generation, info.expires, info.windows_from
+    if not all(isinstance(text, str) and identity_in(text) == text for text in ids) or not all(
+        type(number) is int and 0 <= number < 1 << 40 for number in numbers
+    ):
+        raise ValueError("its description is not one of ours")
+    return info, attributes
 
 
 def _path_of(info: SegmentInfo) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
 import threading
@@ -13,14 +15,15 @@ from unittest import mock
 import pytest
 
 from impress_sglang.errors import StoreUnavailable
+from impress_sglang.storage.segment import SegmentHeader, encode_header
 from impress_sglang.store.orders import Purge
 from tests.faults import Faults as DriveFaults
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit import bucket_world
 from tests.unit import kv_factory as kv
-from tests.unit.bucket_world import Faults, World, obstore, until_found
+from tests.unit.bucket_world import Faults, World, obstore, until_found, until_kept
 from tests.unit.kv_factory import IDENTITY
-from tests.unit.store_factory import check_rows, length, lengths, prompt, purge, until
+from tests.unit.store_factory import check_rows, length, lengths, prompt, purge, until, use
 from tests.unit.waiting import wait_until
 
 bucket, world = bucket_world.bucket, bucket_world.world
@@ -141,6 +144,44 @@ def test_what_is_purged_while_it_is_sent_is_not_there_later(world: World, bucket
     until(first, lambda: not bucket.segments)
     sent.set()
     until(first, lambda: first.summary()["bucket"]["sent"] == 2 and not bucket.segments)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"segment_id": "../../out"},
+        {"segment_id": 7},
+        {"namespace": ["x"]},
+        {"prefix_digest": None},
+        {"prefix_len": "x"},
+        {"expires": "never"},
+        {"windows_from": -1},
+    ],
+)
+def test_objects_that_somebody_made_up(
+    world: World, bucket: Faults, fields: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ids become names of files."""
+    first = world.open("a")
+    world.put("a", first, prompt(1))
+    until(first, lambda: len(bucket.segments) == 1)
+    (segment,), (old,) = first.tree.segments(), bucket.segments
+    with contextlib.closing(first._disk.open(segment)) as file:
+        made_up = dataclasses.replace(file.info, **fields)
+        header = SegmentHeader(made_up, file.checksums, file.sinks, file.mapping, file.fits)
+        content = obstore.get(bucket._store, old).bytes()
+        content = encode_header(header) + bytes(content)[file.layout.header_bytes :]
+    name = first._disk.bucket.name_of(made_up)
+    world.benches["a"].close(first)
+    obstore.delete(bucket._store, [old])
+    obstore.put(bucket._store, name, content)
+    second = world.open("b")
+    until(second, lambda: "cannot be used" in caplog.text or len(second.tree))
+    if len(second.tree):
+        use(second, prompt(1))
+        until_kept(second, 1)
+    assert not list(world.benches["b"].root.parent.glob("*.kv")) and not len(second.tree)
+    world.put("b", second, prompt(2))
 
 
 @pytest.mark.parametrize(
