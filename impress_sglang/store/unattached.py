@@ -254,15 +254,13 @@ class UnattachedSegments:
         self._search_parents()
         now = time.monotonic()
         self._next_retry = now + _RETRY_SECONDS
-        for segment_id in list(itertools.islice(self._unattached, _MAX_RETRIES)):
+        due = (name for name in self._unattached if now >= self._postponed_until.get(name, now))
+        for segment_id in list(itertools.islice(due, _MAX_RETRIES)):
             segment = self._take(segment_id)
             assert segment is not None
+            self._postponed_until.pop(segment_id, None)
             # If it fails again, it is last in the queue.
-            if now < self._postponed_until.get(segment_id, now):
-                self.postpone(segment)
-            else:
-                self._postponed_until.pop(segment_id, None)
-                self.add(segment)
+            self.add(segment)
             if time.monotonic() - now > _MAX_SECONDS:
                 return
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -89,6 +90,19 @@ def test_a_chain_without_its_head_is_walked_once(monkeypatch: pytest.MonkeyPatch
     assert UnattachedSegments(StoredTree()).restore(segments) == ([], segments)
 
     assert len(walks) == 1
+
+
+def test_segments_that_are_postponed_delay_no_others() -> None:
+    tree = StoredTree()
+    kept = UnattachedSegments(tree)
+    for number in range(100):
+        kept.postpone(stored_segment(f"postponed {number}", [number], [5]), math.inf)
+    kept.add(stored_segment("child", [8], [7]))
+    parent = stored_segment("parent", [7])
+    assert tree.insert(parent, NO_TOKENS)
+    kept.on_attached(parent)
+    kept.retry()
+    assert "child" in tree
 
 
 @pytest.mark.parametrize("wrong", ["0", "00001-0", "00003-4", "no such segment"])
