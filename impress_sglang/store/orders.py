@@ -225,7 +225,7 @@ class Purge:
         """Return the purge that another server has ordered, with the time of that order.
 
         Raises:
-            ValueError, KeyError, TypeError: the order is wrong, or of another version.
+            ValueError, KeyError, TypeError, OverflowError: it is wrong, or of another version.
         """
         namespace, text = order["namespace"], order["tokens"]
         tokens, before = None if text is None else text_to_tokens(text), float(order["before"])

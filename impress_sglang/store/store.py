@@ -201,7 +201,7 @@ class PrefixStore:
         elif event.purge is not None:
             try:
                 self._orders.append(Purge.from_peer(event.purge))
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, OverflowError) as error:
                 logger.warning("an order of another server is of another version: %s", error)
 
     def _start_due(self) -> None:
