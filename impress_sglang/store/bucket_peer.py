@@ -107,7 +107,8 @@ class BucketPeer:
         # Segments of this server by the name of their object, which need not exist; the name of
         # the object they build on; and the time of writing.
         self._local: dict[str, tuple[SegmentInfo, str, float]] = {}
-        self.sent = 0
+        # `_sending`: name of the object that is being sent; empty once its segment is purged.
+        self.sent, self._sending = 0, ""
         self._stop, self._has_polled = threading.Event(), False
         names = "impress-s3", "impress-s3-send", "impress-s3-keep"
         self._poller, self._uploader, self._completer = map(BackgroundThread, names)
@@ -116,7 +117,7 @@ class BucketPeer:
     def _share_key(self) -> None:
         is_new = not any(segment_files(self._directory.files, self._directory.path))
         try:
-            key = self._read_key()
+            key = bytes.fromhex(self._read_key().decode())
         except (OSError, ValueError) as error:
             if is_new:
                 raise ConfigError(
@@ -134,14 +135,14 @@ class BucketPeer:
             self._directory.take_key(key)
 
     def _read_key(self) -> bytes:
-        """Return the key in the bucket, which is put there if it has none."""
+        """Return the key in the bucket, in hex, which is put there if it has none."""
         name = f"{self._root}/{_KEY}"
         try:
             content, _ = self._bucket.begin(name, 1 << 10)
         except FileNotFoundError:
             self._bucket.put(name, self._directory.key.hex().encode())
             content, _ = self._bucket.begin(name, 1 << 10)
-        return bytes.fromhex(content.decode())
+        return content
 
     def name_of(self, info: SegmentInfo) -> str:
         fields = json.loads(info.description())
@@ -184,7 +185,7 @@ class BucketPeer:
         if upload:
             self._uploader.submit(self._upload, name)
 
-    def on_removed(self, segment: StoredSegment) -> None:
+    def on_removed(self, segment: StoredSegment, *, is_purged: bool = False) -> None:
         """Announce the object of a segment that left the tree, which replaces it there.
 
         The object of a purged or expired segment is announced, too, and removed for that reason.
@@ -194,6 +195,8 @@ class BucketPeer:
             uploaded = self._local.get(name)
             if uploaded is not None and uploaded[0].segment_id == segment.segment_id:
                 del self._local[name]
+            if is_purged and self._sending == name:
+                self._sending = ""
             if segment.foreign_dir != self.home and name not in self._over_quota:
                 # This is not a use of the segment, nor of its ancestors.
                 self._announce(name, NEVER_USED)
@@ -219,10 +222,8 @@ class BucketPeer:
     def _announce(self, name: str, last_access: int = 0) -> None:
         segment = self._segments.get(name)
         if segment is not None and name in self._listed:
-            uploaded, parent = (
-                self._local.get(segment.parent_hint),
-                self._segments.get(segment.parent_hint),
-            )
+            uploaded = self._local.get(segment.parent_hint)
+            parent = self._segments.get(segment.parent_hint)
             parent_id = uploaded[0].segment_id if uploaded else parent.segment_id if parent else ""
             added = segment.detached_copy(last_access=last_access, parent_hint=parent_id)
             self._events.append(PeerEvent(added=added, from_bucket=True))
@@ -251,14 +252,15 @@ class BucketPeer:
             return
         attributes = {"written": repr(written), "above": parent_name}
         for attempt in itertools.count(1):
+            self._sending = name
             # Purged or evicted while the object store did not answer.
             if self._local.get(name) is not uploaded or self._stop.is_set():
                 return
             try:
                 if self._bucket.put(name, content, attributes):
                     self.sent += 1
-                    # Purged or evicted meanwhile.
-                    self._bucket.delete([] if name in self._local else [name])
+                    # Purged meanwhile; what was evicted is read from there.
+                    self._bucket.delete([] if self._sending else [name])
                 return
             except OSError as error:
                 if self._bucket.answers and attempt >= _MAX_ATTEMPTS:
@@ -301,7 +303,7 @@ class BucketPeer:
         if not self._has_agreed:
             # A list lets reads resume.
             self._bucket.list(f"{self._root}/{_KEY}")
-            if self._read_key() != self._directory.key:
+            if self._read_key() != self._directory.key.hex().encode():
                 logger.error("%s is not used: the directory has another key", self._bucket.url)
                 return self._stop.set()
             self._has_agreed = True
@@ -327,7 +329,8 @@ class BucketPeer:
         self._forget([*removed, *over_quota])
         new = [name for name in listed if name not in known and name not in over_quota]
         self._read_headers(sorted(new, key=lambda name: listed[name].modified))
-        self._has_polled = True
+        # Until all are read, it is not known what builds on them.
+        self._has_polled |= all(name in known for name in new)
         # Last, because it fails without the right to write.
         while self._orders:
             content = json.dumps(self._orders[0], sort_keys=True).encode()
@@ -393,9 +396,8 @@ class BucketPeer:
                 self._take_orders(self._bucket.list(f"{self._root}/{_ORDERS}"))
             if self._stop.is_set():
                 return
-            turns = zip(
-                names[first : first + _HEADERS_PER_BATCH], itertools.cycle(self._header_readers)
-            )
+            batch = names[first : first + _HEADERS_PER_BATCH]
+            turns = zip(batch, itertools.cycle(self._header_readers))
             reading = {name: thread.submit(self._read, name) for name, thread in turns}
             segments, unusable = list[tuple[int, str, StoredSegment]](), list[Exception]()
             for name, future in reading.items():
@@ -421,10 +423,8 @@ class BucketPeer:
         info, attributes = read_object_header(self._bucket, name, self._listed[name].size)
         if info.identity != self._directory.identity or self.name_of(info) != name:
             raise ValueError("it is not what its name says")
-        written, parent_name = float(attributes.get("written", 0.0)), attributes.get("above", "")
-        return StoredSegment(
-            info, 0, written=written, foreign_dir=self.home, parent_hint=parent_name
-        )
+        written, above = float(attributes.get("written", 0.0)), attributes.get("above", "")
+        return StoredSegment(info, 0, written=written, foreign_dir=self.home, parent_hint=above)
 
     def _complete(self) -> None:
         while not self._stop.wait(POLL_SECONDS / 8):

@@ -271,7 +271,7 @@ class SegmentWrites:
         self._health.suspects.pop(segment, None)
         self._tree.lose(segment)
         if stored and self._disk.bucket is not None:
-            self._disk.bucket.on_removed(segment)
+            self._disk.bucket.on_removed(segment, is_purged=cause is MissCause.PURGED)
         # After it left the tree, which `retire` checks.
         self._readers.retire(segment.segment_id)
 

@@ -366,6 +366,10 @@ def test_what_builds_on_an_object_outlives_a_start(world: World, bucket: Faults)
     used, waiting = second.quota.missing(0), second.worker.unused_bytes
     assert waiting == sum(segment.file_bytes for segment in second._disk._orphans) > 0
 
+    # A list alone does not tell.
+    bucket.fails = lambda what, name: what == "get" and name.endswith(".kv")
+    gets = bucket.counts["get"] + 3
+    until(second, lambda: bucket.counts["get"] > gets)
     bucket.fails = lambda what, name: False
     until_found(second, prompt(1, 60))
     assert second.quota.missing(0) == used and not second.worker.unused_bytes

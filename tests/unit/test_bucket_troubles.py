@@ -16,6 +16,7 @@ import pytest
 
 from impress_sglang.errors import StoreUnavailable
 from impress_sglang.storage.segment import SegmentHeader, encode_header
+from impress_sglang.store.miss_log import MissCause
 from impress_sglang.store.orders import Purge
 from tests.faults import Faults as DriveFaults
 from tests.faults import FaultyFileSystem, Rule
@@ -72,7 +73,7 @@ def test_a_bucket_that_fails_when_a_directory_first_uses_it(
     world.put("a", first, prompt(2))
     bucket.fails = lambda what, name: False
     if second is None:
-        until(first, lambda: bucket.answers)
+        until(first, lambda: len(bucket.segments) == 2)
         second = world.open("b")
         for number in (1, 2):
             until_found(second, prompt(number))
@@ -82,6 +83,19 @@ def test_a_bucket_that_fails_when_a_directory_first_uses_it(
         until(second, lambda: second.summary()["bucket"]["objects"] == 1)
         assert lengths(first, 1, 2, 3) == [8, 8, 0]
         assert first.summary()["bucket"]["state"] == "degraded"
+
+
+def test_a_key_that_is_none_is_logged_once(
+    world: World, bucket: Faults, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mock.patch("impress_sglang.store.disk.open_bucket", lambda config: None):
+        store = world.open("a")
+        world.put("a", store, prompt(1))
+        world.benches["a"].close(store)
+    obstore.put(bucket._store, f"{IDENTITY}/key", b"no key")
+    store = world.open("a")
+    until(store, lambda: "has another key" in caplog.text)
+    assert length(store, prompt(1)) == 8 and "cannot be followed" not in caplog.text
 
 
 def test_what_builds_on_what_has_expired_goes_when_it_expires(
@@ -146,6 +160,25 @@ def test_what_is_purged_while_it_is_sent_is_not_there_later(world: World, bucket
     until(first, lambda: first.summary()["bucket"]["sent"] == 2 and not bucket.segments)
 
 
+def test_what_is_evicted_while_it_is_sent_is_found_there(world: World, bucket: Faults) -> None:
+    store, sent = world.open("a"), threading.Event()
+    is_sending = threading.Event()
+
+    def wait(what: str, name: str) -> bool:
+        if what == "put" and name.endswith(".kv"):
+            is_sending.set()
+            assert sent.wait(60)
+        return False
+
+    bucket.fails = wait
+    world.put("a", store, prompt(1))
+    until(store, is_sending.is_set)
+    store.writes.discard(list(store.tree.segments()), MissCause.EVICTED)
+    sent.set()
+    until_found(store, prompt(1))
+    check_rows(store, prompt(1))
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -194,6 +227,7 @@ def test_objects_that_somebody_made_up(
         {"namespace": ["x"]},
         {"before": float("nan")},
         {"before": float("inf")},
+        {"before": 10**400},
         {"before": None},
     ],
 )
