@@ -126,6 +126,7 @@ class EarlyAdmission:
         self.jobs.append(job)
         # Reads are reported once all layers are read.
         job.reads_reported, tracked.early_job = True, job
+        tracked.sources = tracked.sources.before(job.start)
         tracked.sources.loaded += len(job)
         tracked.sources.stop = job.stop
         return True

@@ -43,6 +43,16 @@ class PrefixSources:
     computed: int = 0  # part of `loaded` that was computed between stored runs
     stop: int = 0
 
+    def before(self, start: int) -> PrefixSources:
+        """Those of the tokens before `start`, where a job loads the rest again.
+
+        Tokens that others' jobs loaded come first in a prompt.
+        """
+        if (gone := self.stop - start) <= 0:
+            return self
+        shared = self.shared - max(gone - self.loaded, 0)
+        return PrefixSources(max(self.loaded - gone, 0), max(shared, 0))
+
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
 class TrackedRequest(Waiter):
@@ -237,12 +247,8 @@ class RequestTracker:
         if job is tracked.early_job:
             # Reported when its slots were inserted.
             return
-        sources = tracked.sources
-        if (gone := sources.stop - job.start) > 0:
-            # Evicted since, or loaded by two jobs; those of others' jobs come first in a prompt.
-            shared = sources.shared - max(gone - sources.loaded, 0)
-            sources = PrefixSources(max(sources.loaded - gone, 0), max(shared, 0))
-            tracked.sources = sources
+        # Some may have been evicted since, or loaded by two jobs.
+        sources = tracked.sources = tracked.sources.before(job.start)
         # It may have joined for the leading tokens of the job only.
         resident = match_resident(self.cache, key_of(tracked.req)).device_prefix_len
         sources.stop = min(resident, job.stop)

@@ -25,7 +25,7 @@ from impress_sglang.plugin.request_tracker import namespace_of
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from impress_sglang.storage.layout import KVShape
 from tests.integration.tiny_model import draw
-from tests.integration.tree_world import TreeWorld, told_of
+from tests.integration.tree_world import TreeWorld
 
 PREFIX = 320
 EXACT: dict[str, Any] = {"bits": "exact"}
@@ -64,7 +64,10 @@ def test_who_needs_more_joins_and_then_loads_its_rest(world: TreeWorld, page_siz
     assert [report["why"]["reason"] for report in told] == ["loaded", "loaded"]
 
 
-def test_what_is_loaded_again_is_reported_once(world: TreeWorld, page_size: int) -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_what_is_loaded_again_is_reported_once(
+    world: TreeWorld, monkeypatch: pytest.MonkeyPatch, early: bool, page_size: int
+) -> None:
     """A part that another's job loaded is evicted while its own job waits for room."""
     long = [*STORED[:PREFIX], *draw(7, 160)]
     world.run("long", [*long, 1], store=True)
@@ -79,6 +82,10 @@ def test_what_is_loaded_again_is_reported_once(world: TreeWorld, page_size: int)
     world.cache.evict(EvictParams(num_tokens=10**6))
     world.allocator.free(taken)
     world.abort(short)
+    if early:
+        _, job = nearly_done(world, monkeypatch, joins)
+        assert not world.waits(joins)
+        world.cache.loads._loader._end(job, JobState.LOADED)
     told = world.serve(joins)
     assert told["loaded_tokens"] == told["prefix_tokens"] == len(long)
     assert told["shared_tokens"] == 0 and told["tokens"]["computed"] == 1
@@ -256,13 +263,13 @@ def test_queries_of_a_request_that_is_retracted_and_aborted_are_sampled_no_more(
     assert not world.cache._saves._sampler._to_sample, "all layers have hooks for as long"
 
 
-def nearly_done(world: TreeWorld, monkeypatch: pytest.MonkeyPatch) -> Any:
+def nearly_done(world: TreeWorld, monkeypatch: pytest.MonkeyPatch, req: Any = None) -> Any:
     """A request whose job lacks one layer, with a pass that takes longer than that."""
     loads, began = world.cache.loads, list[LoadJob]()
     monkeypatch.setattr(loads._early_admission, "_possible", True)
     monkeypatch.setattr(loads._loader, "begin", began.append)
     monkeypatch.setattr(loads._service.estimator, "pass_seconds", lambda before, new: 1.0)
-    req = world.request("own", ASKED)
+    req = req or world.request("own", ASKED)
     world.poll()
     (job,) = began
     job.started_at, job.layers_loaded = time.monotonic() - 0.3, 3
@@ -301,10 +308,8 @@ def test_a_pass_begins_early_only_beside_nobody(
         world.abort(sharing)
         # SGLang does not admit it before the job ends.
         world.cache.loads._loader._end(job, JobState.LOADED)
-        world.settle(req)
-        assert world.admit(req) == PREFIX
-        assert (told_of(req)["loaded_tokens"], told_of(req)["shared_tokens"]) == (PREFIX, 0)
-        world.end(req)
+        told = world.serve(req)
+        assert (told["loaded_tokens"], told["shared_tokens"]) == (PREFIX, 0)
 
 
 def test_nothing_is_loaded_any_more_when_the_store_is_set_aside(
