@@ -27,6 +27,8 @@ CLIENTS = 8
 # A slow machine takes longer for as much.
 LEAST_ANSWERS = 60
 MOST_SECONDS = 90
+# Until an idle server has ended what it does.
+LONGEST_SECONDS = 120
 # Of a fault that has not struck.
 MOST_FAULT_SECONDS = 5
 LEAST_BLEND = "--impress-blend-min-tokens=128"
@@ -258,7 +260,7 @@ class Life:
     def _idle(self) -> list[dict[str, Any]]:
         """What each replica says once no request is left."""
         self._server.flush()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + LONGEST_SECONDS
         while True:
             stats = _replicas(self._server.stats())
             left = any(replica["requests_live"] for replica in stats)
@@ -370,7 +372,7 @@ class Life:
     def _check_disk(self) -> None:
         """The server counts what the disk has, to the byte and within its quota, unless the disk
         has lied."""
-        deadline, quota = time.monotonic() + 30, self._quota_gb * 1e9
+        deadline, quota = time.monotonic() + LONGEST_SECONDS, self._quota_gb * 1e9
         while not self._disk_lied and (counted := self._stored_bytes()):
             if counted[0] == counted[1] <= quota:
                 self._world.count("disk compared")
