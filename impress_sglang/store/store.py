@@ -332,9 +332,8 @@ class PrefixStore:
                 segment_ids, error = None, failure
             else:
                 # Only suspects, because they may have been written after the probe.
-                for segment in self.tree.segments():
-                    local = segment.ready and segment.foreign_dir is None
-                    if local and segment.segment_id not in segment_ids:
+                for segment in self.tree.without(segment_ids):
+                    if segment.ready and segment.foreign_dir is None:
                         self.health.suspect(segment)
         # Before `retry_refused`, which may fail again.
         self.health.on_probed(error, readable=segment_ids is not None)

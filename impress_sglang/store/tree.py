@@ -23,7 +23,7 @@ import itertools
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import numpy as np
 
@@ -73,6 +73,10 @@ class StoredTree:
 
     def segments(self) -> Iterator[StoredSegment]:
         return iter(self._segments.values())
+
+    def without(self, segment_ids: Container[str]) -> list[StoredSegment]:
+        """Return all segments but these, without a look at these."""
+        return [self._segments[name] for name in self._segments if name not in segment_ids]
 
     def match(
         self,

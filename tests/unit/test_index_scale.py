@@ -7,6 +7,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ from tests.unit.store_factory import (
     check_three_prefixes,
     gb,
     index_of,
+    lengths,
+    look_again,
     look_up,
     name_of,
     prompt,
@@ -90,6 +93,20 @@ def test_a_chain_without_its_head_is_walked_once(monkeypatch: pytest.MonkeyPatch
     assert UnattachedSegments(StoredTree()).restore(segments) == ([], segments)
 
     assert len(walks) == 1
+
+
+def test_a_disk_that_is_back_costs_a_look_at_what_has_no_file_there(
+    bench: Workbench, store: PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.put_all(store, 1, 2, 3)
+    lost = name_of(store, prompt(2))
+    bench.file_of(lost).unlink()
+    store.health.report_failure("a test", OSError("a test"), reading=True)
+    looked = calls_of(monkeypatch, StoredTree, "segments")
+    store._take_probe_result((frozenset(Path(name).stem for name in bench.files()), None))
+    assert [segment.segment_id for segment in store.health.suspects] == [lost] and not looked
+    look_again(store)
+    assert lengths(store, 1, 2, 3) == [8, 0, 8]
 
 
 def test_segments_that_are_postponed_delay_no_others() -> None:
