@@ -51,7 +51,8 @@ class UnattachedSegments:
         self._lengths: dict[str, list[int]] = {}
         # Times until which segments are not tried, by id.
         self._postponed_until: dict[str, float] = {}
-        self._banned: set[str] = set()
+        # Ids of segments that must not be used, and whether they were purged.
+        self._banned: dict[str, bool] = {}
         # Orders to purge, and their times of arrival: segments reported later may be older.
         self._purged: dict[_Order, float] = {}
         self.to_remove: list[StoredSegment] = []
@@ -142,13 +143,12 @@ class UnattachedSegments:
             return
         prefix = self._tokens_before(segment)
         # What builds on a purged segment may belong to the same prefix; of others it is not known.
-        is_unsure = prefix is None and segment.parent_hint not in self._banned
+        is_unsure = prefix is None and not self._banned.get(segment.parent_hint)
         orders = (purge for purge in self._purged if purge[1] is None or not is_unsure)
         segment.expires_at = self._tree.order.expiry_of(segment)
-        if segment.expires_at <= time.time() or any(
-            _matches_order(purge, segment, prefix) for purge in orders
-        ):
-            self.ban(segment.segment_id)
+        is_purged = any(_matches_order(purge, segment, prefix) for purge in orders)
+        if is_purged or segment.expires_at <= time.time():
+            self.ban(segment.segment_id, is_purged=is_purged)
             self.to_remove.append(segment)
             return
         if is_known:
@@ -240,12 +240,12 @@ class UnattachedSegments:
         """Drop a segment that its server has removed, or that is in the tree."""
         self._take(segment_id)
         self._postponed_until.pop(segment_id, None)
-        self._banned.discard(segment_id)
+        self._banned.pop(segment_id, None)
 
-    def ban(self, segment_id: str) -> None:
-        """Never use a segment again, because it is damaged or was purged."""
+    def ban(self, segment_id: str, *, is_purged: bool = False) -> None:
+        """Never use a segment again, because it is damaged, has expired or was purged."""
         self._take(segment_id)
-        self._banned.add(segment_id)
+        self._banned[segment_id] = is_purged
 
     def retry(self) -> None:
         """Try periodically to attach the kept segments."""
@@ -289,7 +289,7 @@ class UnattachedSegments:
             and _matches_order(order, segment, self._tokens_before(segment))
         ]
         for segment in banned:
-            self.ban(segment.segment_id)
+            self.ban(segment.segment_id, is_purged=True)
         self.to_remove += banned
 
     def take_duplicates(self) -> Iterator[tuple[StoredSegment, StoredSegment]]:

@@ -248,7 +248,8 @@ class SegmentWrites:
                 # The worker removes it after its write.
                 removed[segment.segment_id] = segment.file_bytes
             else:
-                self._disk.unattached.ban(segment.segment_id)
+                is_purged = cause is MissCause.PURGED
+                self._disk.unattached.ban(segment.segment_id, is_purged=is_purged)
         self._disk.remove_foreign(segments)
         if removed:
             count = len(removed) - num_abandoned

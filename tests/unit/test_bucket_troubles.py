@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from impress_sglang.errors import StoreUnavailable
+from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.storage.segment import SegmentHeader, encode_header
 from impress_sglang.store.miss_log import MissCause
 from impress_sglang.store.orders import Purge
@@ -24,7 +24,16 @@ from tests.unit import bucket_world
 from tests.unit import kv_factory as kv
 from tests.unit.bucket_world import Faults, World, obstore, until_found, until_kept
 from tests.unit.kv_factory import IDENTITY
-from tests.unit.store_factory import check_rows, length, lengths, prompt, purge, until, use
+from tests.unit.store_factory import (
+    check_rows,
+    length,
+    lengths,
+    name_of,
+    prompt,
+    purge,
+    until,
+    use,
+)
 from tests.unit.waiting import wait_until
 
 bucket, world = bucket_world.bucket, bucket_world.world
@@ -139,6 +148,29 @@ def test_a_purge_without_a_server_reaches_the_bucket_later(
     until(first, lambda: first.unattached._purged)
     bucket.fails = lambda what, name: False
     until(first, lambda: len(bucket.segments) == (0 if whole_namespace else 1))
+
+
+def test_a_purge_spares_what_builds_on_a_damaged_object_of_another_prefix(
+    world: World, bucket: Faults
+) -> None:
+    first, second = world.open("a"), world.open("b")
+    world.put("a", first, prompt(1, 64), prompt(1, 80), prompt(2))
+    for tokens in (prompt(1, 80), prompt(2)):
+        until_found(second, tokens)
+    world.benches["a"].close(first)
+    purge(second, prompt(2))
+    until(second, lambda: len(bucket.segments) == 2)
+    second.report(SegmentUnreadable(name_of(second, prompt(1, 64)), "is damaged"))
+    (above,) = (segment for segment in second.tree.segments() if not segment.lost)
+    # The bucket has it again.
+    name = second._disk.bucket.name_of(above.info)
+    found = obstore.get(bucket._store, name)
+    content, attributes = bytes(found.bytes()), dict(found.attributes)
+    obstore.delete(bucket._store, [name])
+    until(second, lambda: not len(second.tree))
+    obstore.put(bucket._store, name, content, attributes=attributes)
+    until(second, lambda: above.segment_id in second.unattached._unattached)
+    assert len(bucket.segments) == 2
 
 
 def test_what_is_purged_while_it_is_sent_is_not_there_later(world: World, bucket: Faults) -> None:
