@@ -36,10 +36,11 @@ def rotation_of(model: Any, option: str) -> KeyRotation:
     replaced = list[Tensor]()
 
     def table(rows: int) -> Tensor:
-        if rows > len(rotary.cos_sin_cache):
+        if rows > (before := len(rotary.cos_sin_cache)):
             # CUDA graphs go on to read the one that was there when they were captured.
             replaced.append(rotary.cos_sin_cache)
-            rotary._ensure_cos_sin_cache_length(rows - 1)
+            # Doubled at least, so that all that are kept take no more than the last one.
+            rotary._ensure_cos_sin_cache_length(max(rows, 2 * before) - 1)
         return rotary.cos_sin_cache
 
     return KeyRotation(table, halves=rotary.is_neox_style)

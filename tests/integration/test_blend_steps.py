@@ -251,4 +251,5 @@ def test_keys_move_as_sglang_rotates() -> None:
     assert torch.allclose(moved, at(new), atol=1e-5)
     before, rows = weakref.ref(rotary.cos_sin_cache), len(rotary.cos_sin_cache)
     rotation.prepare(rows + 1)
-    assert len(rotary.cos_sin_cache) > rows and before() is not None, "graphs read what is freed"
+    assert before() is not None, "graphs read what is freed"
+    assert len(rotary.cos_sin_cache) >= 2 * rows, "all that are kept take more than the last one"
