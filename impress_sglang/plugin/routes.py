@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import json
 import math
@@ -261,11 +262,13 @@ def refuse_foreign(request: Request) -> None:
 
 
 def with_text(overview: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Replace tokens by text, or by None if they are hidden or there is no tokenizer."""
+    """Replace tokens by text, or by None if they are hidden or not text, or without a tokenizer."""
     for row in (*overview.get("requests", ()), *overview.get("segments", ())):
-        tokens = row.pop("words")
-        shown = tokens is not None and tokenizer is not None
-        row["text"] = tokenizer.decode(tokens)[:_MAX_CHARS] if shown else None
+        tokens, row["text"] = row.pop("words"), None
+        if tokens is not None and tokenizer is not None:
+            # Of ids that it lacks, such as that of media, each tokenizer raises something else.
+            with contextlib.suppress(Exception):
+                row["text"] = tokenizer.decode(tokens)[:_MAX_CHARS]
     return overview
 
 
