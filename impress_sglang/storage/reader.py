@@ -178,7 +178,7 @@ class BlockReader:
         memory must stay alive and the segment open until the read is done.
         """
         pieces = _pieces(starts, stops, self._piece or PIECE_BYTES)
-        has_stopped = self._has_stopped
+        has_stopped = functools.partial(self._has_stopped, time.monotonic())
         read = PendingRead(segment, memory, offset, pieces, has_stopped, ahead=ahead)
         with self._changed:
             assert not self._closed
@@ -217,15 +217,17 @@ class BlockReader:
             pass
 
     def revive(self) -> None:
-        """Restart after a failure of the thread or its engine, if any: the device answers again."""
-        # Reads that hang still may be pending.
-        self._arrived_at = time.monotonic()
+        """Restart after a failure of the thread or its engine, if any."""
         if self._failed is not None and not self._thread.is_alive():
             self._begin()
 
-    def _has_stopped(self) -> bool:
-        """Whether no piece has arrived for too long while reads are pending."""
-        return bool(self._unfinished) and time.monotonic() - self._arrived_at > self._patience
+    def _has_stopped(self, since: float = -math.inf) -> bool:
+        """Whether no piece has arrived for too long while reads are pending.
+
+        `since`: when the caller's read was submitted; one that hangs may be pending for long.
+        """
+        idle = time.monotonic() - max(self._arrived_at, since)
+        return bool(self._unfinished) and idle > self._patience
 
     def _run(self) -> None:
         failure: BaseException | None = None

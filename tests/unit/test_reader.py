@@ -251,6 +251,8 @@ def test_a_device_that_answers_again_is_waited_for_anew(stored: Stored) -> None:
             hangs.wait()
 
         reader.revive()
+        # Nothing is read for a while.
+        reader._arrived_at -= 101.0
         later = reader.submit(*stored.runs((1, 2)))
         assert not later._has_stopped() and not later.done
         engine.allow()
