@@ -31,13 +31,7 @@ from impress_sglang.plugin.compat import NEWEST, sglang_version
 from impress_sglang.plugin.factory import _architecture, _scaling, draft_runners, kv_shape
 from impress_sglang.plugin.pools import kv_format_of
 from impress_sglang.plugin.request_tracker import namespace_of_request
-from impress_sglang.plugin.unsupported import (
-    check_extra_pools,
-    check_layers,
-    check_model,
-    check_options,
-    identity_of_options,
-)
+from impress_sglang.plugin.unsupported import check_layers, check_model, check_options
 from impress_sglang.store.policies import make_policy
 from impress_sglang.store.prefix_hashes import namespace_text
 from tests.integration.tiny_model import write_config
@@ -73,10 +67,10 @@ def test_options_that_are_known_not_to_work(name: str) -> None:
 
 
 def test_options_that_change_kvs_are_part_of_the_identity() -> None:
-    plain = identity_of_options(options())
+    plain = unsupported.identity_of_options(options())
     for name in unsupported._IDENTITY + unsupported._ALSO:
         assert hasattr(options(), name)
-        assert identity_of_options(options(**{name: "other"})) != plain
+        assert unsupported.identity_of_options(options(**{name: "other"})) != plain
     assert plain.keys().isdisjoint(f"--{name}" for name in unsupported._ALSO)
 
 
@@ -155,10 +149,10 @@ def test_models_that_keep_other_things_than_kvs_of_all_tokens(
 
 
 def test_a_pool_for_windows_beside_what_it_is_not_restored_for() -> None:
-    check_extra_pools(options(speculative_algorithm="NGRAM", tp_size=2), "windows")
+    unsupported.check_extra_pools(options(speculative_algorithm="NGRAM", tp_size=2), "windows")
     for name, value in ({"pp_size": 2} | DRAFTS | PREFILL).items():
         with pytest.raises(UnsupportedError, match=f"drop --{name.replace('_', '-')} {value}"):
-            check_extra_pools(options(**{name: value}), "windows")
+            unsupported.check_extra_pools(options(**{name: value}), "windows")
 
 
 @pytest.mark.parametrize("module", [llama, mistral, qwen2, qwen3])

@@ -12,12 +12,8 @@ from unittest import mock
 
 import pytest
 import torch
-from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorageConfig,
-    PoolHitPolicy,
-    PoolName,
-    PoolTransfer,
-)
+from sglang.srt.mem_cache import hicache_storage
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host import base
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
@@ -36,7 +32,7 @@ from impress_sglang.storage.files import FileSystem
 PAGE, LAYERS, TOKENS = 16, 3, 256
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 HASHES = [f"{number:064x}" for number in range(8)]
-ALONE = HiCacheStorageConfig(
+ALONE = hicache_storage.HiCacheStorageConfig(
     tp_rank=0,
     tp_size=1,
     pp_rank=0,

@@ -23,13 +23,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.plugin import eligibility
-from impress_sglang.plugin.eligibility import (
-    MESSAGES,
-    REQUEST,
-    SAMPLING,
-    serve_refusal,
-    store_refusal,
-)
+from impress_sglang.plugin.eligibility import REQUEST, SAMPLING, serve_refusal, store_refusal
 from impress_sglang.plugin.request_tracker import as_tokens
 
 OVERRIDES = PositionalEmbeds(embeds=[torch.ones(4)], positions=[1])
@@ -133,7 +127,7 @@ def test_somebody_knows_every_message() -> None:
     )
     assert isinstance(table, ast.List)
     found = {row.elts[0].id for row in table.elts}  # type: ignore[attr-defined]
-    assert found - MESSAGES == {
+    assert found - eligibility.MESSAGES == {
         *("UpdateWeightFromDiskReqInput", "UpdateWeightsFromDistributedReqInput"),
         *("UpdateWeightsFromTensorReqInput", "UpdateWeightsFromIPCReqInput"),
         *("BeginWeightUpdateReqInput", "EndWeightUpdateReqInput", "CheckWeightsReqInput"),

@@ -13,15 +13,9 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
-from sglang.srt.mem_cache.memory_pool import (
-    DSATokenToKVPool,
-    HybridLinearKVPool,
-    KVCache,
-    MambaPool,
-    MHATokenToKVPool,
-    MLATokenToKVPool,
-)
+from sglang.srt.mem_cache.memory_pool import KVCache, MambaPool, MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
@@ -117,11 +111,11 @@ def test_pools_of_latent_vectors(dtype: torch.dtype) -> None:
     run(latents(dtype), draft=latents(dtype))
 
 
-def sparse(dtype: torch.dtype) -> DSATokenToKVPool:
+def sparse(dtype: torch.dtype) -> memory_pool.DSATokenToKVPool:
     """Latent vectors with keys by which tokens are chosen, which the first layer has not."""
     packed = dtype.itemsize == 1
     with get_parallel().override(attn_dcp_size=1):
-        return DSATokenToKVPool(
+        return memory_pool.DSATokenToKVPool(
             *(256, 64, 512 if packed else 64, dtype, 64 if packed else 16, 2, "cpu", 128, False),
             kv_cache_dim=656 if packed else 80,
             skip_topk_layers=[True, False],
@@ -203,7 +197,7 @@ def test_pools_with_states(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     size: dict[str, Any] = {"size": 300, "page_size": 1, "head_num": 2, "head_dim": 16}
     size |= {"dtype": torch.float32, "full_attention_layer_ids": [0, 1], "device": "cpu"}
-    pool = HybridLinearKVPool(**size, mamba_pool=states)
+    pool = memory_pool.HybridLinearKVPool(**size, mamba_pool=states)
     run(pool, "as", states=states)
     assert not states.mamba_cache.temporal.any() and not states.mamba_cache.conv[0].any()
     monkeypatch.setattr(PackedLayers, "into", forgetting)

@@ -14,21 +14,12 @@ from typing import Any
 
 import pytest
 
+from tests.serving import tiny_models
 from tests.serving.compare import Answer, assert_same, logprobs, paths, report
 from tests.serving.conftest import Serve, long
 from tests.serving.damage import segments, store_damaged
 from tests.serving.harness import LATENT, SPECULATING, WINDOWS, Server
-from tests.serving.tiny_models import (
-    WINDOW,
-    make_adapter,
-    make_basis,
-    make_draft,
-    make_eagle,
-    make_eagle3,
-    make_model,
-    make_mtp,
-    random_tokens,
-)
+from tests.serving.tiny_models import WINDOW, make_adapter, make_model, make_mtp, random_tokens
 from tests.serving.tiny_tokenizer import add_tokenizer
 from tests.unit.waiting import wait_until
 
@@ -185,7 +176,12 @@ def assert_outlasts(
         server.assert_whole()
 
 
-MAKERS = {"STANDALONE": make_draft, "EAGLE": make_eagle, "EAGLE3": make_eagle3, "NEXTN": make_mtp}
+MAKERS = {
+    "STANDALONE": tiny_models.make_draft,
+    "EAGLE": tiny_models.make_eagle,
+    "EAGLE3": tiny_models.make_eagle3,
+    "NEXTN": make_mtp,
+}
 TRITON = ("--attention-backend=triton", "--triton-attention-num-kv-splits=2")
 
 
@@ -226,7 +222,7 @@ def test_drafts(
     model, draft = MAKERS[algorithm](workdir / algorithm)
     keep = "--impress-keep=both", "--impress-bits=exact"
     if (algorithm, ranks) == ("STANDALONE", 1):
-        basis = make_basis(model, workdir / f"{algorithm}.basis")
+        basis = tiny_models.make_basis(model, workdir / f"{algorithm}.basis")
         keep = "--impress-keep=both", f"--impress-basis={basis}"
     flags = (*TRITON, *speculating(algorithm, draft), *keep)
     name, how = f"{algorithm}-{ranks}", {"model": model, "preload": SPECULATING, "ranks": ranks}

@@ -11,15 +11,8 @@ import torch
 from torch import Tensor
 
 from impress_sglang.codes.coding import Rows
-from impress_sglang.codes.groups.codec import (
-    CODE_BITS,
-    GROUP_TOKENS,
-    Codes,
-    GroupLayout,
-    code_keys,
-    code_values,
-    encode_layer,
-)
+from impress_sglang.codes.groups import codec as codec_module
+from impress_sglang.codes.groups.codec import CODE_BITS, GROUP_TOKENS, Codes, code_keys, code_values
 from impress_sglang.codes.rotation import KeyRotation, RotationFactors
 from impress_sglang.codes.rows.basis import RATES, Basis, LayerBasis
 from impress_sglang.codes.rows.coder import GAIN_TABLE, kvs_of, product_matrix, product_of
@@ -93,7 +86,7 @@ class GappedPools:
 
 def check_groups(
     restore_slots: Callable[..., None],
-    layout: GroupLayout,
+    layout: codec_module.GroupLayout,
     span: slice,
     dtype: torch.dtype,
     *,
@@ -105,7 +98,9 @@ def check_groups(
     shapes = [(layout.num_heads, dim) for dim in (layout.key_dim, layout.value_dim)]
     kvs = [random_kv(150, *shape, seed=shape[1]) for shape in shapes]
     energy, slots = torch.rand(shapes[0]) ** 4, torch.randperm(157)[span]
-    groups = torch.nn.functional.pad(encode_layer(layout, *kvs, energy), (4 * gap, 2 * gap))
+    groups = torch.nn.functional.pad(
+        codec_module.encode_layer(layout, *kvs, energy), (4 * gap, 2 * gap)
+    )
     first, start = divmod(span.start, GROUP_TOKENS)
     groups = groups.to(device)[first:, 4 * gap : 4 * gap + layout.group_bytes]
     pools = GappedPools(157, shapes, dtype, gap, device)

@@ -15,18 +15,8 @@ from collections.abc import Sequence
 from impress_sglang.serving.job_queue import JobQueue
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from impress_sglang.serving.ranks import Agreement, LoadProposal, Ranks
-from tests.unit.job_world import (
-    LAYERS,
-    Hold,
-    Path,
-    Pool,
-    Request,
-    State,
-    StepLoader,
-    Tree,
-    check_queue,
-    new_job,
-)
+from tests.unit import job_world
+from tests.unit.job_world import LAYERS, Hold, Path, Pool, Request, State, StepLoader, Tree, new_job
 from tests.unit.waiting import Clock
 
 NUM_SLOTS = 24
@@ -399,7 +389,7 @@ class SGLangModel:
 
     def check(self) -> None:
         tree, jobs = self.tree, self.jobs
-        check_queue(jobs)
+        job_world.check_queue(jobs)
         owned = [*tree.free, *(node.slot for node in tree.nodes.values())]
         for request in self.requests.values():
             owned += request.slots

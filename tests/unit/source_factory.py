@@ -19,13 +19,9 @@ from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import Column, KVShape, SegmentLayout
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import OpenSegment
+from impress_sglang.tiers import rules
 from impress_sglang.tiers.cache import ChunkCache
-from impress_sglang.tiers.rules import (
-    ImportanceScore,
-    LeastFrequentlyUsed,
-    LeastRecentlyUsed,
-    ReplacementRule,
-)
+from impress_sglang.tiers.rules import ImportanceScore, LeastRecentlyUsed, ReplacementRule
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.codecs import plain_codec
 from impress_sglang.transfer.filling import fill
@@ -88,7 +84,7 @@ SEVERAL = (
 
 RULES = {
     "LRU": LeastRecentlyUsed,
-    "LFU": LeastFrequentlyUsed,
+    "LFU": rules.LeastFrequentlyUsed,
     "score": lambda: ImportanceScore(half_life=2.0),
 }
 

@@ -15,16 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from bench.core.report import Row, Table
 from bench.core.session import BenchFailed
-from bench.quality.accuracy import (
-    COLUMNS,
-    REFERENCE,
-    Measured,
-    Way,
-    ask_all,
-    check_path,
-    make_rows,
-    option_loglik,
-)
+from bench.quality import accuracy
+from bench.quality.accuracy import COLUMNS, Measured, Way, ask_all, make_rows, option_loglik
 from bench.quality.blend import divergence, score
 from bench.quality.precision import Reader, Rule
 from bench.quality.tasks import Item, Task, make_task
@@ -111,12 +103,12 @@ def test_bytes_are_those_of_requests_that_read() -> None:
 )
 def test_an_answer_must_have_come_as_asked(way: Way, said: Row, right: bool) -> None:
     with contextlib.nullcontext() if right else pytest.raises(BenchFailed):
-        check_path(report(**said), 100, way)
+        accuracy.check_path(report(**said), 100, way)
 
 
 def test_rows_compare_with_the_reference() -> None:
     exact, other = [[-1.0, -2.0]] * 8, [[-1.0, -2.0]] * 6 + [[-3.0, -1.0]] * 2
-    answers = [measured(Way(REFERENCE), exact), measured(QUARTER, other)]
+    answers = [measured(Way(accuracy.REFERENCE), exact), measured(QUARTER, other)]
     _, row = rows = make_rows(answers, kv_bytes=100, seed=1)
     assert (row["accuracy"], row["agreement"], row["difference_points"]) == (0.75, 0.75, -25.0)
     low, high = row["agreement_interval"]

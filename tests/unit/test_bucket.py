@@ -18,29 +18,10 @@ from impress_sglang.store import bucket_peer as peer_module
 from impress_sglang.store.miss_log import MissCause
 from impress_sglang.store.writing import StoreOutcome
 from impress_sglang.threads import BackgroundThread
-from tests.unit import bucket_world
-from tests.unit.bucket_world import (
-    Faults,
-    World,
-    obstore,
-    until_found,
-    until_gone,
-    until_kept,
-    until_listed,
-)
+from tests.unit import bucket_world, store_factory
+from tests.unit.bucket_world import Faults, World, obstore, until_found, until_kept, until_listed
 from tests.unit.kv_factory import IDENTITY
-from tests.unit.store_factory import (
-    check_rows,
-    gb,
-    length,
-    lengths,
-    look_up,
-    name_of,
-    prompt,
-    purge,
-    until,
-    use,
-)
+from tests.unit.store_factory import check_rows, gb, length, lengths, prompt, purge, until, use
 from tests.unit.waiting import wait_until
 
 bucket, world = bucket_world.bucket, bucket_world.world
@@ -178,10 +159,10 @@ def test_a_purge_reaches_the_bucket_and_who_starts_later(
     purge(stores[by], prompt(1))
     until(stores[by], lambda: len(bucket.segments) == 1)
     for store in stores.values():
-        until_gone(store, prompt(1))
+        bucket_world.until_gone(store, prompt(1))
         until_found(store, prompt(2))
     late = world.open("c")
-    until_gone(late, prompt(1))
+    bucket_world.until_gone(late, prompt(1))
     until(late, lambda: not world.benches["c"].files())
     # What is stored after it stays.
     world.put("a", stores["a"], prompt(1))
@@ -235,7 +216,7 @@ def test_an_object_that_is_damaged_or_gone_is_a_miss(
     world.put("a", first, prompt(1), prompt(2))
     for number in (1, 2):
         until_found(second, prompt(number))
-    peer, (span,) = second._disk.bucket, look_up(second, prompt(1)).spans
+    peer, (span,) = second._disk.bucket, store_factory.look_up(second, prompt(1)).spans
     name = peer.name_of(span.segment.info)
     # Reading finds it before a list does.
     with monkeypatch.context() as patch:
@@ -251,7 +232,7 @@ def test_an_object_that_is_damaged_or_gone_is_a_miss(
         second.report(error.value)
         assert lengths(second, 1, 2) == [0, 8] and second.health.state == "ok"
         until(second, lambda: not world.benches["b"].files())
-    until_gone(second, prompt(2))
+    bucket_world.until_gone(second, prompt(2))
 
 
 def test_a_bucket_that_fails_is_a_miss_until_it_answers(
@@ -318,7 +299,7 @@ def test_what_is_stored_again_after_a_purge_is_sent_again(
     bucket.fails = lambda what, name: False
     until(first, lambda: first.summary()["bucket"]["sent"] == 2)
     for store in (second, third):
-        until(store, lambda store=store: name_of(first, prompt(1)) in store.tree)
+        until(store, lambda store=store: store_factory.name_of(first, prompt(1)) in store.tree)
         check_rows(store, prompt(1))
     assert len(bucket.segments) == 1
 

@@ -24,16 +24,7 @@ from tests.unit import bucket_world
 from tests.unit import kv_factory as kv
 from tests.unit.bucket_world import Faults, World, obstore, until_found, until_kept
 from tests.unit.kv_factory import IDENTITY
-from tests.unit.store_factory import (
-    check_rows,
-    length,
-    lengths,
-    name_of,
-    prompt,
-    purge,
-    until,
-    use,
-)
+from tests.unit.store_factory import check_rows, length, lengths, name_of, prompt, purge, until, use
 from tests.unit.waiting import wait_until
 
 bucket, world = bucket_world.bucket, bucket_world.world

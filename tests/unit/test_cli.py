@@ -23,18 +23,9 @@ from impress_sglang.serving.report import RequestTotals
 from impress_sglang.storage.directory import MARKER
 from impress_sglang.storage.segment import FORMAT_VERSION
 from impress_sglang.store.prefix_hashes import namespace_text
+from tests.unit import store_factory
 from tests.unit.kv_factory import IDENTITY, flip_byte
-from tests.unit.store_factory import (
-    OTHER_IDENTITY,
-    Workbench,
-    check_rows,
-    index_in,
-    length,
-    look_up,
-    prompt,
-    three_prefixes,
-    use,
-)
+from tests.unit.store_factory import OTHER_IDENTITY, Workbench, check_rows, prompt, three_prefixes
 from tests.unit.stub_server import StubServer
 
 NONE, TENANT = namespace_text(None, None), namespace_text("tenant", None)
@@ -52,7 +43,7 @@ def stub() -> Iterator[StubServer]:
 def left(bench: Workbench) -> Workbench:
     """What servers of two models have left."""
     store = three_prefixes(bench)
-    use(store, prompt(1, 13))
+    store_factory.use(store, prompt(1, 13))
     bench.close(store)
     other = bench.open(OTHER_IDENTITY)
     bench.put(other, prompt(2))
@@ -319,7 +310,7 @@ def test_purging_without_a_server(tenants: Workbench, capsys: Output) -> None:
     assert purged("--segment", last) == {IDENTITY: 1}
     assert purged("--extra-key", "tenant")[IDENTITY] == 1
     store = tenants.reopen(tenants.open())
-    assert length(store, prompt(9, 64), namespace=NONE) == 64 and len(store.tree) == 1
+    assert store_factory.length(store, prompt(9, 64), namespace=NONE) == 64 and len(store.tree) == 1
     tenants.close(store)
     assert purged("--older-than", 0)[IDENTITY] == 1 and not tenants.files()
 
@@ -329,7 +320,7 @@ def test_pins_without_a_server_hold_in_one(tenants: Workbench, capsys: Output) -
     ids = ",".join(map(str, pinned))
     assert order(capsys, tenants, "pin", "--ids", ids)[IDENTITY]["prefixes"] == 1
     store = tenants.open()
-    (span,) = look_up(store, pinned, NONE).spans
+    (span,) = store_factory.look_up(store, pinned, NONE).spans
     name = span.segment.segment_id
     assert name in store.pins
     tenants.close(store)
@@ -374,7 +365,7 @@ def test_what_nobody_can_use_is_removed(
         bench.put(store, kept)
     bench.close(store)
     assert removed(capsys, bench) == [(0, 0)]
-    segments = index_in(bench.root / IDENTITY).values()
+    segments = store_factory.index_in(bench.root / IDENTITY).values()
     sizes = {segment.info.num_tokens: segment.file_bytes for segment in segments}
     paths = {segment.info.num_tokens: bench.file_of(segment.segment_id) for segment in segments}
     # The first of two, a file that was not finished, one in quarantine, and a damaged one.

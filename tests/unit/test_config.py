@@ -11,20 +11,8 @@ from typing import Any
 
 import pytest
 
-from impress_sglang.config import (
-    AUTO,
-    AUTO_FLOOR,
-    BITS,
-    CONFIG_VARIABLE,
-    EXACT_BITS,
-    EXACTLY,
-    OPTIONS,
-    PART_POLICIES,
-    POLICIES,
-    USUAL_BITS,
-    ImpressConfig,
-    enable_for_engine,
-)
+from impress_sglang import config as config_module
+from impress_sglang.config import AUTO, CONFIG_VARIABLE, EXACTLY, OPTIONS, ImpressConfig
 from impress_sglang.errors import ConfigError
 
 FIELDS = {field.name for field in dataclasses.fields(ImpressConfig)}
@@ -81,7 +69,7 @@ WRONG_TYPES: dict[str, Sequence[object]] = {
 EDGE_VALUES: dict[str, Sequence[object]] = {
     "retention": (1, 0.05, AUTO),
     "min_retention": (0, 0.05),
-    "bits": (6, *BITS, EXACTLY, AUTO),
+    "bits": (6, *config_module.BITS, EXACTLY, AUTO),
     "alpha": (1.0, 5e-324),
     "probe_heads": (1,),
     "chunk_tokens": (8, 4096),
@@ -139,22 +127,22 @@ def test_every_field_has_wrong_values_here_and_an_option_with_its_name_as_the_fl
 
 
 SHARES = (0.25, 0.999, AUTO)
-WHOLE = [policy for policy in POLICIES if policy not in PART_POLICIES]
-PARTS = [(policy, share) for policy in PART_POLICIES for share in SHARES]
+WHOLE = [policy for policy in config_module.POLICIES if policy not in config_module.PART_POLICIES]
+PARTS = [(policy, share) for policy in config_module.PART_POLICIES for share in SHARES]
 # Options, what follows from them, and its value.
 FOLLOWS: tuple[tuple[dict[str, Any], str, object], ...] = (
     *(({"retention": share}, "default_retention", float(share)) for share in (0.05, 0.3, 1)),
     # `auto` is never less than its floor, and than what is allowed.
     *(
-        ({"retention": AUTO, "min_retention": floor}, "default_retention", AUTO_FLOOR)
+        ({"retention": AUTO, "min_retention": floor}, "default_retention", config_module.AUTO_FLOOR)
         for floor in (0, 0.05)
     ),
     ({"retention": AUTO, "min_retention": 0.6}, "default_retention", 0.6),
     *(({"bits": bits}, "default_bits", float(bits)) for bits in (5, 6, 6.0)),
     *(({"bits": bits}, "code_bits", 6.0) for bits in (6, EXACTLY, AUTO)),
     ({"bits": 5}, "code_bits", 5.0),
-    ({"bits": EXACTLY}, "default_bits", EXACT_BITS),
-    ({"bits": AUTO}, "default_bits", USUAL_BITS),
+    ({"bits": EXACTLY}, "default_bits", config_module.EXACT_BITS),
+    ({"bits": AUTO}, "default_bits", config_module.USUAL_BITS),
     ({"bits": EXACTLY, "blend": 0.15}, "code_bits", 6.0),
     *(({"policy": policy, "retention": share}, "needs_parts", True) for policy, share in PARTS),
     *(({"policy": policy}, "needs_parts", False) for policy in WHOLE),
@@ -247,10 +235,10 @@ def test_enable_for_engine_sets_the_variable_that_children_read(
     # Set through monkeypatch first, so that it is removed again after the test.
     monkeypatch.setenv(CONFIG_VARIABLE, "{}")
     with pytest.raises(ConfigError):
-        enable_for_engine(retention=7.0)
+        config_module.enable_for_engine(retention=7.0)
     assert os.environ[CONFIG_VARIABLE] == "{}", "a wrong value leaves it alone"
 
-    config = enable_for_engine(ssd_dir="/nvme/kv", bits=5.0)
+    config = config_module.enable_for_engine(ssd_dir="/nvme/kv", bits=5.0)
 
     assert (config.ssd_dir, config.bits) == ("/nvme/kv", 5.0)
     assert ImpressConfig.from_environment() == config

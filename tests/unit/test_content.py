@@ -12,12 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from impress_sglang.serving.prefix_frequency import (
-    PrefixFrequencySketch,
-    memory_at,
-    new_memory,
-    shared_memory,
-)
+from impress_sglang.serving import prefix_frequency
+from impress_sglang.serving.prefix_frequency import PrefixFrequencySketch, memory_at, new_memory
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store import content
@@ -288,7 +284,7 @@ def test_what_was_noted_before_is_not_counted_again() -> None:
 
 
 def test_replicas_count_together_and_each_of_their_ranks_for_itself() -> None:
-    place = shared_memory(2, COLUMNS)
+    place = prefix_frequency.shared_memory(2, COLUMNS)
     first = PrefixFrequencySketch(2, memory_at(place, 1))
     assert first.count_prefix("", prompt(1, 2)) == 0
     code = f"""

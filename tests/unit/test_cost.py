@@ -11,18 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from impress_sglang import cost as cost_module
 from impress_sglang.config import EXACT_BITS
-from impress_sglang.cost import (
-    MAX_GAP_BYTES,
-    MAX_WAIT_FACTOR,
-    Cost,
-    Estimate,
-    Estimator,
-    ReadCost,
-    RequestLengths,
-    attention_pairs,
-    best_within_tolerance,
-)
+from impress_sglang.cost import Cost, Estimate, Estimator, ReadCost, RequestLengths, attention_pairs
 from impress_sglang.paper.service import LoadCosts
 
 HIDDEN_SIZE = 2048
@@ -45,7 +36,9 @@ def test_latency_and_bandwidth_are_learnt_within_a_tenth(
 
     assert cost.rates() == pytest.approx((latency, 1 / bandwidth), rel=0.1)
     assert cost.bytes_per_second == pytest.approx(bandwidth, rel=0.1)
-    assert cost.gap_bytes == pytest.approx(min(latency * bandwidth, MAX_GAP_BYTES), rel=0.2)
+    assert cost.gap_bytes == pytest.approx(
+        min(latency * bandwidth, cost_module.MAX_GAP_BYTES), rel=0.2
+    )
 
 
 def test_bytes_are_read_in_pieces_as_long_as_they_were_lately() -> None:
@@ -327,7 +320,10 @@ def test_auto_takes_the_most_bits_that_take_hardly_longer(
     """A pass of 1.4 s, whether or not it is known what computing all would take."""
     choices = (EXACT_BITS, 8.0, 6.0)
     assert (
-        choices[best_within_tolerance([Estimate(1.0, io, 1.4, 9.0, known) for io in ios])] == bits
+        choices[
+            cost_module.best_within_tolerance([Estimate(1.0, io, 1.4, 9.0, known) for io in ios])
+        ]
+        == bits
     )
 
 
@@ -337,7 +333,7 @@ def test_a_pass_begins_early_if_it_hides_the_rest_and_computing_wins_if_it_is_fa
     pass_seconds, all_of_it = machine.forward(3000, 20), machine.forward(0, 3000)
 
     late = estimator.max_layer_wait(0.8 * pass_seconds, 3000, 20)
-    assert late == pytest.approx(MAX_WAIT_FACTOR * pass_seconds, rel=0.1)
+    assert late == pytest.approx(cost_module.MAX_WAIT_FACTOR * pass_seconds, rel=0.1)
     assert estimator.max_layer_wait(1.2 * pass_seconds, 3000, 20) is None
     assert estimator.faster_computing_seconds(0.8 * all_of_it, 0, 3000) is None
     faster = estimator.faster_computing_seconds(1.2 * all_of_it, 0, 3000)

@@ -11,17 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.config import (
-    AUTO,
-    AUTO_FLOOR,
-    BITS,
-    EXACT_BITS,
-    EXACTLY,
-    OFF,
-    POLICIES,
-    USUAL_BITS,
-    ImpressConfig,
-)
+from impress_sglang import config as config_module
+from impress_sglang.config import AUTO, BITS, EXACT_BITS, EXACTLY, OFF, USUAL_BITS, ImpressConfig
 from impress_sglang.serving.custom_params import (
     BITS_KEY,
     KEEP_KEY,
@@ -77,7 +68,7 @@ def test_a_typo_is_refused(key: str) -> None:
         check_custom_params({BITS_KEY: 6, key: 6}, CONFIG)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", config_module.POLICIES)
 def test_only_the_papers_policies_have_parts(policy: str) -> None:
     config = ImpressConfig(policy=policy)
     check_custom_params({RETENTION_KEY: 1.0, BITS_KEY: 6}, config)
@@ -110,7 +101,10 @@ NO_DICTIONARY = ["x", [1], 3, "impress_retention", "impress_bits"]
             ImpressConfig(policy="as+h2o+lfu", retention=0.3, bits=EXACTLY),
             LoadOptions(0.3, EXACT_BITS),
         ),
-        (ImpressConfig(policy="paper", retention=AUTO), LoadOptions(AUTO_FLOOR, USUAL_BITS)),
+        (
+            ImpressConfig(policy="paper", retention=AUTO),
+            LoadOptions(config_module.AUTO_FLOOR, USUAL_BITS),
+        ),
         (ImpressConfig(bits=AUTO), LoadOptions(1.0, USUAL_BITS, auto_bits=True)),
     ],
 )

@@ -16,17 +16,8 @@ from pathlib import Path
 import pytest
 
 from impress_sglang.errors import ConfigError
-from impress_sglang.storage.directory import (
-    CODING,
-    MARKER,
-    PINS,
-    StoreDirectory,
-    is_store,
-    other_stores,
-    quarantined_files,
-    remove_store,
-    segment_files,
-)
+from impress_sglang.storage import directory as directory_module
+from impress_sglang.storage.directory import MARKER, StoreDirectory, is_store, remove_store
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.writing import StoreOutcome
@@ -103,7 +94,7 @@ def test_a_folder_without_a_good_marker_is_neither_served_nor_removed(
     before = contents(root)
 
     assert not is_store(FILES, folder)
-    assert other_stores(FILES, root / IDENTITY) == {}
+    assert directory_module.other_stores(FILES, root / IDENTITY) == {}
     assert not remove_store(FILES, folder)
     with pytest.raises(ConfigError, match=r"store\.json"):
         StoreDirectory(FILES, root, OTHER_IDENTITY)
@@ -132,7 +123,7 @@ def test_only_a_folder_that_is_named_like_an_identity_is_a_store(root: Path) -> 
     for name in FOREIGN:
         make_store(root).rename(root / name)
         assert not is_store(FILES, root / name)
-    assert other_stores(FILES, root / IDENTITY) == {}
+    assert directory_module.other_stores(FILES, root / IDENTITY) == {}
 
 
 def test_other_stores_are_listed_latest_first_with_their_bytes(root: Path) -> None:
@@ -147,7 +138,7 @@ def test_other_stores_are_listed_latest_first_with_their_bytes(root: Path) -> No
     aside.parent.mkdir(exist_ok=True)
     aside.write_bytes(bytes(50))
 
-    found = other_stores(FILES, root / IDENTITY)
+    found = directory_module.other_stores(FILES, root / IDENTITY)
 
     sizes = [(path.name[0], size) for path, size in found.items()]
     assert sizes == [("1", 100), ("2", 300), ("3", 250)]
@@ -180,8 +171,8 @@ def test_files_of_others_in_a_store_are_not_seen_and_stay(root: Path, name: str)
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text("mine")
 
-    assert [name for name, _, _ in segment_files(FILES, folder)] == [SEGMENT]
-    assert quarantined_files(FILES, folder) == []
+    assert [name for name, _, _ in directory_module.segment_files(FILES, folder)] == [SEGMENT]
+    assert directory_module.quarantined_files(FILES, folder) == []
     assert remove_store(FILES, folder)
 
     left = contents(folder)
@@ -192,7 +183,7 @@ def test_files_of_others_in_a_store_are_not_seen_and_stay(root: Path, name: str)
 
 def test_a_store_is_removed_with_all_that_is_ours(root: Path) -> None:
     folder = make_store(root, segments=(SEGMENT, "cd" + "0" * 30))
-    for name in ("journal", "journal.tmp", "probe", PINS, CODING):
+    for name in ("journal", "journal.tmp", "probe", directory_module.PINS, directory_module.CODING):
         (folder / name).write_text("x")
     (folder / "quarantine" / f"{SEGMENT}.kv").write_text("x")
     (folder / "segments" / "cd" / f"cd{'1' * 30}.kv.tmp").write_text("x")
@@ -236,9 +227,9 @@ def test_links_inside_a_store_are_not_followed(root: Path, tmp_path: Path, name:
     inside.symlink_to(elsewhere)
     before = contents(elsewhere)
 
-    found = [name for name, _, _ in segment_files(FILES, folder)]
+    found = [name for name, _, _ in directory_module.segment_files(FILES, folder)]
     assert found == ([] if "segments" in name else [SEGMENT])
-    assert quarantined_files(FILES, folder) == []
+    assert directory_module.quarantined_files(FILES, folder) == []
     remove_store(FILES, folder)
 
     assert contents(elsewhere) == before
@@ -255,7 +246,7 @@ def test_a_store_that_is_a_link_or_has_one_as_marker_or_lock_is_refused(
 
     with pytest.raises(ConfigError, match="--impress-ssd-dir"):
         StoreDirectory(FILES, root, OTHER_IDENTITY)
-    found = other_stores(FILES, root / IDENTITY)
+    found = directory_module.other_stores(FILES, root / IDENTITY)
     assert not found or (name != "." and found == {folder: 100})
     assert name != "." or not is_store(FILES, folder)
     with contextlib.suppress(OSError):

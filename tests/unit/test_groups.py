@@ -13,16 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impress_sglang.codes.groups.codec import (
-    CODE_BITS,
-    GROUP_TOKENS,
-    GroupLayout,
-    allocate_bit_pairs,
-    code_keys,
-    code_values,
-    encode_layer,
-    pack,
-)
+from impress_sglang.codes.groups import codec
+from impress_sglang.codes.groups.codec import CODE_BITS, GROUP_TOKENS, GroupLayout, code_keys, pack
 from impress_sglang.codes.groups.energy import QueryMeter, energy_of, no_queries
 from impress_sglang.codes.groups.slots import restore as restore_slots
 from impress_sglang.config import BITS
@@ -38,7 +30,7 @@ from tests.unit.waiting import calls_of
 
 COUNTS = [1, 2, GROUP_TOKENS - 1, GROUP_TOKENS, GROUP_TOKENS + 1, 3 * GROUP_TOKENS]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-KINDS = {"keys": code_keys, "values": code_values}
+KINDS = {"keys": code_keys, "values": codec.code_values}
 RATES = [5, 6]
 
 
@@ -80,7 +72,7 @@ WEIGHTS = st.sampled_from([0.0, 1e-45, 1e-20, 0.25, 1.0, 4.0, 16.0, 20.0, 300.0,
 @given(st.lists(WEIGHTS, min_size=16, max_size=16), st.sampled_from(RATES))
 def test_pairs_are_those_that_gain_most(weight: list[float], rate: int) -> None:
     """Of all heads; of equal gains (zeros too) upper pairs are first, and then lower channels."""
-    found = allocate_bit_pairs(torch.tensor([weight]).view(1, 2, 8), rate)
+    found = codec.allocate_bit_pairs(torch.tensor([weight]).view(1, 2, 8), rate)
     assert found.flatten().tolist() == brute_pairs(weight, 8 * (rate - 4))
 
 
@@ -141,7 +133,7 @@ def test_slots_hold_what_codes_say(
 @pytest.mark.parametrize("num_tokens", [1, 64, 600, 1100])
 def test_a_layer_stands_on_disk_where_its_pages_say(num_tokens: int) -> None:
     kvs = [random_kv(num_tokens, 3, dim) for dim in (8, 8)]
-    groups = encode_layer(GroupLayout(3, 8, 8, 6), *kvs)
+    groups = codec.encode_layer(GroupLayout(3, 8, 8, 6), *kvs)
     for count in (1, 3, 8):
         pages = PagedGroups(num_tokens, GROUP_TOKENS, groups.shape[1], count)
         memory = torch.full((pages.num_bytes,), 255, dtype=torch.uint8)

@@ -28,21 +28,7 @@ from impress_sglang.tiers.placement import Placement
 from tests.unit import store_factory
 from tests.unit.kv_factory import as_tokens, stored_segment
 from tests.unit.store_checks import check_tree
-from tests.unit.store_factory import (
-    COARSE,
-    Workbench,
-    check_rows,
-    check_three_prefixes,
-    gb,
-    index_of,
-    lengths,
-    look_again,
-    look_up,
-    name_of,
-    prompt,
-    three_prefixes,
-    use,
-)
+from tests.unit.store_factory import Workbench, check_rows, gb, index_of, look_up, name_of, prompt
 from tests.unit.test_store_reordering import reorder, select
 from tests.unit.waiting import calls_of
 
@@ -105,8 +91,8 @@ def test_a_disk_that_is_back_costs_a_look_at_what_has_no_file_there(
     looked = calls_of(monkeypatch, StoredTree, "segments")
     store._take_probe_result((frozenset(Path(name).stem for name in bench.files()), None))
     assert [segment.segment_id for segment in store.health.suspects] == [lost] and not looked
-    look_again(store)
-    assert lengths(store, 1, 2, 3) == [8, 0, 8]
+    store_factory.look_again(store)
+    assert store_factory.lengths(store, 1, 2, 3) == [8, 0, 8]
 
 
 def test_segments_that_are_postponed_delay_no_others() -> None:
@@ -172,12 +158,12 @@ def test_python_looks_for_no_garbage_in_a_large_index(
     monkeypatch.setattr(disk_module, "_MANY_SEGMENTS", 1)
     # What there is already need not be looked through.
     gc.freeze()
-    store = three_prefixes(bench)
+    store = store_factory.three_prefixes(bench)
     assert segments() > 0
     cycle = weakref.ref(Cycle())
     store = bench.reopen(store)
     assert segments() == 0 and cycle() is None
-    check_three_prefixes(store)
+    store_factory.check_three_prefixes(store)
     # What a start has frozen is let go at the end.
     bench.close(store)
     assert segments() > 0, "then it is garbage"
@@ -355,7 +341,7 @@ def test_what_others_build_on_is_neither_passed_nor_noted(
 
 def test_a_killed_process_has_told_what_was_used(bench: Workbench, store: PrefixStore) -> None:
     bench.put_all(store, 1, 2)
-    use(store, prompt(1))
+    store_factory.use(store, prompt(1))
     name = name_of(store, prompt(1))
     assert index_of(bench)[name].hits == 0
 
@@ -405,7 +391,9 @@ DAMAGE: dict[str, Callable[[PrefixStore, StoredSegment], object]] = {
     "a second look": lambda _, s: setattr(s, "state", SegmentState.SUSPECT),
     "more tokens": lambda _, s: object.__setattr__(s.info, "tokens", as_tokens(range(17))),
     "another namespace": lambda _, s: object.__setattr__(s.info, "namespace", "b"),
-    "exact below approximate": lambda _, s: object.__setattr__(s.parent.info, "quality", COARSE),
+    "exact below approximate": lambda _, s: object.__setattr__(
+        s.parent.info, "quality", store_factory.COARSE
+    ),
     "lost without being a hole": lambda _, s: setattr(s, "state", SegmentState.LOST),
     "a level": lambda _, s: setattr(s, "level", Priority.LOW),
     "what builds on it": lambda _, s: s.parent.dependents.__setitem__(1, 0),  # type: ignore

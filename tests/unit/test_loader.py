@@ -14,13 +14,8 @@ from torch import Tensor
 
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.loops.types import Indices
-from impress_sglang.paper.history import (
-    AVERAGE_WEIGHT,
-    STEPS,
-    TokenHistory,
-    chunk_shares,
-    mapping_lists,
-)
+from impress_sglang.paper import history as history_module
+from impress_sglang.paper.history import AVERAGE_WEIGHT, STEPS, TokenHistory, mapping_lists
 from impress_sglang.paper.scores import agreed_tokens, retained_tokens, top_tokens
 from impress_sglang.storage.layout import KVShape, SegmentLayout
 from tests.unit import kv_factory as kv
@@ -323,7 +318,7 @@ def test_shares_of_chunks_are_those_of_their_head_group() -> None:
     average = np.random.default_rng(1).random((2, 2, 50)).astype(np.float32)
     mapping = mapping_lists(average, [0])
 
-    found = chunk_shares(average, mapping, where)
+    found = history_module.chunk_shares(average, mapping, where)
 
     assert found.shape == (where.first_chunks[False][-1],)
     for layer, head_group in np.ndindex(2, 2):

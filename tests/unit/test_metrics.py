@@ -7,15 +7,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from impress_sglang.serving import report as report_module
 from impress_sglang.serving.metrics import COUNTERS, GAUGES, PERIOD_SECONDS, PREFIX, ServingMetrics
-from impress_sglang.serving.report import (
-    DECISIONS,
-    SOURCES,
-    RecentRequests,
-    RequestTotals,
-    new_report,
-    split_tokens,
-)
+from impress_sglang.serving.report import SOURCES, RecentRequests, new_report, split_tokens
 from impress_sglang.store.store import PrefixStore
 
 
@@ -68,7 +62,7 @@ class World:
     def __init__(self, labels: dict[str, str] = LABELS) -> None:
         self.now, self.registry = 10.0, CollectorRegistry()
         self.metrics = ServingMetrics(labels, lambda: self.now, registry=self.registry)
-        self.totals = RequestTotals()
+        self.totals = report_module.RequestTotals()
         self.cache = {"device": TIER, "host": TIER | {"used_bytes": 1}}
         self.pool: dict[str, int] = {}
         self.store: dict[str, Any] | None = None
@@ -169,7 +163,7 @@ def test_totals_are_sums_of_reports_and_told() -> None:
     world = World()
     totals = world.totals
     assert totals["prompt_tokens"] == split(0, 0, 0, 0, 0, 0)
-    assert totals["requests_decision"] == dict.fromkeys(DECISIONS, 0)
+    assert totals["requests_decision"] == dict.fromkeys(report_module.DECISIONS, 0)
     second = new_report("impress", 0, 30) | {
         "tokens": split_tokens(30, loaded=20, unused=5),
         "path": "ssd",

@@ -26,24 +26,10 @@ from impress_sglang.store.miss_log import MissCause
 from impress_sglang.store.store import RETRY_SECONDS
 from impress_sglang.store.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
+from tests.unit import store_factory as stores
 from tests.unit.kv_factory import IDENTITY, as_tokens, flip_byte
 from tests.unit.store_checks import check_store
-from tests.unit.store_factory import (
-    COARSE,
-    OTHER_IDENTITY,
-    Room,
-    Workbench,
-    check_rows,
-    gb,
-    length,
-    lengths,
-    look_up,
-    name_of,
-    prompt,
-    purge,
-    until,
-    until_well,
-)
+from tests.unit.store_factory import COARSE, Workbench, check_rows, length, lengths, prompt, until
 from tests.unit.waiting import Clock
 
 
@@ -132,9 +118,9 @@ def test_a_folder_that_another_server_has_made_again_is_its_own(
     assert bench.offer(first, prompt(2)) is StoreOutcome.UNAVAILABLE
     bench.put_all(third, 3, 4)
     bench.close(third)
-    until_well(first)
+    stores.until_well(first)
     until(first, lambda: bench.offer(first, prompt(5)) is not StoreOutcome.UNAVAILABLE)
-    until_well(first)
+    stores.until_well(first)
     bench.close(first)
     again = bench.open()
     assert lengths(again, 1, 2, 3, 4, 5) == [0, 0, 8, 8, 8]
@@ -176,7 +162,7 @@ def test_own_segments_outlive_a_start_while_others_are_not_known(
     assert length(again, prompt(1, 60)) == 0 and len(bench.files()) == 3
     assert again.quota.summary()["used_bytes"] == 0 < again.worker.unused_bytes
     if purges:
-        purge(again, prompt(1, 8))
+        stores.purge(again, prompt(1, 8))
         until(again, lambda: len(bench.files()) == 1)
         assert not again.worker.unused_bytes
         return
@@ -193,7 +179,7 @@ def test_a_file_that_another_has_lost_is_a_miss(bench: Workbench, two: Two, dama
     bench.put(first, prompt(2))
     until_stored(second, prompt(2))
     bench.put(second, prompt(1, 40))
-    name = name_of(second, prompt(1, 13))
+    name = stores.name_of(second, prompt(1, 13))
     path = bench.file_of(name)
     if damage == "gone":
         path.unlink()
@@ -220,7 +206,7 @@ def test_a_file_of_another_that_cannot_be_read_now_is_used_later(
     bench.put(first, prompt(1, 13))
     until_stored(second, prompt(1, 13))
     bench.put(second, prompt(1, 40))
-    second.report(StoreUnavailable(name_of(second, prompt(1, 13)), "a test"))
+    second.report(StoreUnavailable(stores.name_of(second, prompt(1, 13)), "a test"))
     assert length(second, prompt(1, 40)) == 0 and second.health.state == "ok"
     clock.now += RETRY_SECONDS
     until_stored(second, prompt(1, 40))
@@ -235,7 +221,7 @@ def test_what_it_builds_on_may_be_there_by_another_name(bench: Workbench, two: T
     until_stored(second, prompt(1, 13))
     third._disk.peers.close(10)
     bench.put(second, prompt(1, 40))
-    (span,) = look_up(first, prompt(1, 13)).spans
+    (span,) = stores.look_up(first, prompt(1, 13)).spans
     first.writes.discard([span.segment], MissCause.DAMAGED)
     bench.put(first, prompt(1, 13))
     third._disk.peers.poll()
@@ -285,7 +271,7 @@ def test_a_purge_reaches_all(bench: Workbench, two: Two, alive: bool) -> None:
     assert first.pins.pin(first.namespace(""), as_tokens(prompt(1, 13))) is None
     if not alive:
         bench.kill(first)
-    purge(second, prompt(1, 8))
+    stores.purge(second, prompt(1, 8))
     assert length(second, prompt(1, 40)) == 0
     if not alive:
         # It was there twice, and neither is in a folder without a server any more.
@@ -304,7 +290,7 @@ def test_a_purge_reaches_all(bench: Workbench, two: Two, alive: bool) -> None:
 
 
 def test_the_quota_is_that_of_the_directory(bench: Workbench) -> None:
-    options = {"ssd_gb": gb(8 * bench.one)}
+    options = {"ssd_gb": stores.gb(8 * bench.one)}
     first, second = bench.open(**options), bench.open(**options)
 
     def bytes_there() -> int:
@@ -339,7 +325,7 @@ def test_room_comes_from_folders_without_a_server(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("impress_sglang.store.quota._CHECK_SECONDS", 0.0)
-    options = {"ssd_gb": gb(4 * bench.one)}
+    options = {"ssd_gb": stores.gb(4 * bench.one)}
     first, second = bench.open(**options), bench.open(**options)
     bench.put_all(first, 1, 2)
     bench.put_all(second, 3, 4)
@@ -355,7 +341,7 @@ def test_room_comes_from_folders_without_a_server(
 
 
 def test_no_more_goes_than_is_needed_until_the_free_space_is_measured(bench: Workbench) -> None:
-    files = Room()
+    files = stores.Room()
     first, second = bench.open(files=files), bench.open(files=files)
     bench.put_all(first, *range(8))
     until_stored(second, prompt(7))
@@ -375,7 +361,7 @@ def test_no_more_goes_than_is_needed_until_the_free_space_is_measured(bench: Wor
 def test_servers_share_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So namespaces have the same names there, and others with another model."""
     monkeypatch.setattr(directory_module, "MAX_SERVERS", 2)
-    files, other = FileSystem(), OTHER_IDENTITY
+    files, other = FileSystem(), stores.OTHER_IDENTITY
     first, second = (take_free(files, tmp_path, IDENTITY) for _ in range(2))
     name = first.namespace("a" * 10_000)
     assert name == second.namespace("a" * 10_000) != first.namespace("") and len(name) == 32

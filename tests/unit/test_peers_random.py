@@ -28,24 +28,11 @@ from impress_sglang.store import unattached as places_module
 from impress_sglang.store.miss_log import MissCause
 from impress_sglang.store.stored import StoredMatch
 from impress_sglang.store.writing import StoreOutcome
+from tests.unit import store_factory as stores
 from tests.unit import test_peers
 from tests.unit.kv_factory import as_tokens
 from tests.unit.store_checks import check_store
-from tests.unit.store_factory import (
-    SHAPES,
-    Workbench,
-    check_rows,
-    gb,
-    length,
-    lengths,
-    look_again,
-    look_up,
-    lose,
-    name_of,
-    prompt,
-    purge,
-    until,
-)
+from tests.unit.store_factory import Workbench, check_rows, length, lengths, look_up, prompt, purge
 from tests.unit.test_peers import Two, folder_of, until_stored
 from tests.unit.waiting import Clock, wait_until
 
@@ -57,7 +44,7 @@ ROOM = 30
 class History:
     def __init__(self, root: Path, seed: int) -> None:
         self.chance = random.Random(seed)
-        self.bench = Workbench(root, SHAPES["head groups bfloat16"])
+        self.bench = Workbench(root, stores.SHAPES["head groups bfloat16"])
         self.stores = list[PartStore]()
         self.purged = list[tuple[int, ...]]()
         self.start()
@@ -133,7 +120,7 @@ class History:
     def start(self) -> None:
         """A server that looks for news only when a step says so: what is found stays until then."""
         if len(self.stores) < 3:
-            self.stores.append(self.bench.open(ssd_gb=gb(ROOM * self.bench.one)))
+            self.stores.append(self.bench.open(ssd_gb=stores.gb(ROOM * self.bench.one)))
             self.stores[-1]._disk.peers.close(10)
 
     def damage(self) -> None:
@@ -158,7 +145,7 @@ class History:
             for _ in range(30):
                 for store in self.stores:
                     store.writes.drain()
-                    look_again(store)
+                    stores.look_again(store)
                     store.worker.submit(int).result()
                 self.look()
             damaged = any(
@@ -254,7 +241,7 @@ def test_what_is_told_after_a_purge_was_purged(bench: Workbench, restarted: bool
         first._disk.peers.close(10)
     hear(first)
     assert lengths(first, 1, 2) == [0, 8]
-    until(first, lambda: len(bench.files()) == 1)
+    stores.until(first, lambda: len(bench.files()) == 1)
     bench.put(first, prompt(1))
     assert lengths(first, 1, 2) == [8, 8]
 
@@ -324,11 +311,11 @@ def test_a_poll_takes_no_more_news_than_it_has_time_for(
     monkeypatch.setattr(second, "_take_event", slow)
     second.poll()
     assert 0 < len(second.tree) < 10
-    until(second, lambda: len(second.tree) == 20)
+    stores.until(second, lambda: len(second.tree) == 20)
 
 
 def test_room_is_found_without_passing_what_others_have_each_time(bench: Workbench) -> None:
-    options = {"ssd_gb": gb(30 * bench.one)}
+    options = {"ssd_gb": stores.gb(30 * bench.one)}
     first, second = bench.open(**options), bench.open(**options)
     bench.put_all(first, *range(1, 11))
     until_stored(second, prompt(10))
@@ -341,7 +328,7 @@ def test_room_is_found_without_passing_what_others_have_each_time(bench: Workben
         found = second.quota.make_room(segment, StoredMatch())
         return found is not None and [evicted.foreign_dir for evicted in found] == [None]
 
-    until(second, finds_room)
+    stores.until(second, finds_room)
     assert next(iter(second.tree.order)).foreign_dir is None
 
 
@@ -379,7 +366,7 @@ def test_what_is_below_a_hole_makes_way_for_a_segment_with_all_of_it(
     settle(two)
     for stop in lengths:
         bench.put(second, prompt(1, stop))
-    lose(bench, first, name_of(first, prompt(1, 13)))
+    stores.lose(bench, first, stores.name_of(first, prompt(1, 13)))
     first = bench.reopen(first)
     bench.put(first, prompt(1, 60))
     settle((first, second))

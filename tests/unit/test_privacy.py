@@ -6,16 +6,7 @@ import os
 from pathlib import Path
 
 from tests.unit import store_factory
-from tests.unit.store_factory import (
-    Workbench,
-    check_rows,
-    length,
-    look_up,
-    lose,
-    name_of,
-    path_of,
-    prompt,
-)
+from tests.unit.store_factory import Workbench, length, look_up, lose, name_of, path_of, prompt
 from tests.unit.waiting import wait_until
 
 SALT = "a-salt-that-nobody-must-see-b7d1"
@@ -55,7 +46,7 @@ def test_salts_are_nowhere_on_the_disk(bench: Workbench) -> None:
     bench.put(store, prompt(2), namespace=SALT)
     lose(bench, store, name_of(store, prompt(2), namespace=SALT))
     store = bench.reopen(store)
-    check_rows(store, prompt(1, 20), namespace=SALT)
+    store_factory.check_rows(store, prompt(1, 20), namespace=SALT)
     for other in ("", SALT[:-1], store.namespace(SALT)):
         assert length(store, prompt(1, 20), namespace=other) == 0
 

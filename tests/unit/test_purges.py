@@ -20,21 +20,10 @@ from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
+from tests.unit import store_factory as stores
 from tests.unit.kv_factory import as_tokens
 from tests.unit.store_checks import check_store
-from tests.unit.store_factory import (
-    Workbench,
-    check_rows,
-    gb,
-    length,
-    lengths,
-    look_again,
-    look_up,
-    lose,
-    name_of,
-    path_of,
-    prompt,
-)
+from tests.unit.store_factory import Workbench, check_rows, gb, length, look_up, lose, prompt
 from tests.unit.waiting import Clock, wait_until
 
 
@@ -101,7 +90,7 @@ def test_what_is_stored_anew_of_a_pinned_prefix_is_pinned(
     bench.put(store, prompt(1))
     assert pin(store, prompt(1)) is None
     assert store.pins.summary() == {"prefixes": 1, "bytes": bench.one}
-    lose(bench, store, name_of(store, prompt(1)))
+    lose(bench, store, stores.name_of(store, prompt(1)))
     assert store.pins.summary() == {"prefixes": 1, "bytes": 0}
     bench.put(store, prompt(1))
     bench.put_all(store, *range(50, 58))
@@ -122,7 +111,7 @@ def test_a_pinned_prefix_stays_until_a_second_look_at_it(
     for number in range(50, 53):
         assert bench.offer(store, prompt(number)) is StoreOutcome.ACCEPTED
         store.writes.drain()
-    look_again(store)
+    stores.look_again(store)
     check_rows(store, prompt(1, 16))
 
 
@@ -183,7 +172,7 @@ def test_what_is_too_old_is_removed_used_or_not(bench: Workbench) -> None:
     bench.put(store, prompt(1, 16))
     assert pin(store, prompt(1)) is None
     written = time.time() - 2 * HOUR
-    os.utime(path_of(bench, look_up(store, prompt(1))), (written, written))
+    os.utime(stores.path_of(bench, look_up(store, prompt(1))), (written, written))
     store = bench.reopen(store, ttl=9 * HOUR)
     assert length(store, prompt(1, 16)) == 16
 
@@ -208,13 +197,13 @@ def test_a_purge_by_age_looks_at_few_in_a_step(
     name = None if namespace is None else store.namespace(namespace)
     steps = steps_of(Purge(name, older_than=HOUR), store)
     assert [step["segments"] for step in steps] == [1, 0, 1]
-    assert lengths(store, *range(10)) == [8, 0, *[8] * 6, 0, 8]
+    assert stores.lengths(store, *range(10)) == [8, 0, *[8] * 6, 0, 8]
 
 
 def test_what_cannot_be_asked_for_its_age_is_too_old(bench: Workbench) -> None:
     store = bench.open(ttl=HOUR)
     bench.put_all(store, 1, 2)
-    path = path_of(bench, look_up(store, prompt(1)))
+    path = stores.path_of(bench, look_up(store, prompt(1)))
     bench.close(store)
     files = FaultyFileSystem()
     with files.faults.injected(Rule("EIO", "stat", f"*/{path.name}")):
@@ -231,7 +220,7 @@ def test_the_shorter_time_counts(bench: Workbench, ttl: float) -> None:
     for wait, due in ((HOUR - 60, 0), (HOUR + 10, HOUR)):
         store.expire(time.time() + wait)
         stay = [min(seconds or math.inf, ttl or math.inf) > due for seconds in asked]
-        assert lengths(store, 0, 1, 2) == [8 * stays for stays in stay]
+        assert stores.lengths(store, 0, 1, 2) == [8 * stays for stays in stay]
 
 
 @pytest.mark.parametrize("ended", ["", "0", "3"])
@@ -321,7 +310,7 @@ def test_what_the_store_removes_is_noted(bench: Workbench, store: PrefixStore) -
     for sequence in (first, second):
         bench.put(store, sequence, namespace="salt")
 
-    lose(bench, store, name_of(store, second, -1, namespace="salt"))
+    lose(bench, store, stores.name_of(store, second, -1, namespace="salt"))
 
     name = store.namespace("salt")
     found = store.miss_log.find(name, as_tokens(second), LENGTH)

@@ -13,20 +13,12 @@ from hypothesis import strategies as st
 from impress_sglang.config import POLICIES, ImpressConfig
 from impress_sglang.loops.types import Floats
 from impress_sglang.store.policies import make_policy
-from impress_sglang.tiers.rules import (
-    LAST_TURN,
-    NOT_AWAITED,
-    Ids,
-    ImportanceScore,
-    LeastFrequentlyUsed,
-    LeastRecentlyUsed,
-    ReplacementRule,
-    priorities_of,
-)
+from impress_sglang.tiers import rules
+from impress_sglang.tiers.rules import ImportanceScore, LeastRecentlyUsed, ReplacementRule
 
 RULES: dict[str, Callable[[], ReplacementRule]] = {
     "lru": LeastRecentlyUsed,
-    "lfu": LeastFrequentlyUsed,
+    "lfu": rules.LeastFrequentlyUsed,
     "score": lambda: ImportanceScore(0.0),
     "score with a half-life": lambda: ImportanceScore(10.0),
     "score with a half-life of a request": lambda: ImportanceScore(1.0),
@@ -44,7 +36,7 @@ def rule(request: pytest.FixtureRequest) -> ReplacementRule:
     return sized(RULES[request.param]())
 
 
-def record(rule: ReplacementRule, *ids: int, share: float | Sequence[float] = 1.0) -> Ids:
+def record(rule: ReplacementRule, *ids: int, share: float | Sequence[float] = 1.0) -> rules.Ids:
     rule.record(np.array(ids, np.int64), np.full(len(ids), share, np.float64))
     return rule.priorities[list(ids)]
 
@@ -55,7 +47,7 @@ def scores(rule: ReplacementRule) -> Floats:
     return np.where(exponents > 0, np.ldexp(0.5 + below / 2**33, exponents - 1100), 0.0)
 
 
-TURNS = st.integers(0, LAST_TURN) | st.just(LAST_TURN)
+TURNS = st.integers(0, rules.LAST_TURN) | st.just(rules.LAST_TURN)
 REQUESTS = st.lists(
     st.dictionaries(st.integers(0, SIZE - 1), st.floats(0.01, 1.0), max_size=SIZE), max_size=12
 )
@@ -109,7 +101,8 @@ def test_a_successor_has_the_history_of_the_chunk_it_replaces(rule: ReplacementR
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"), [(LeastRecentlyUsed, [4, 1, 5, 4]), (LeastFrequentlyUsed, [4, 1, 4, 3])]
+    ("kind", "expected"),
+    [(LeastRecentlyUsed, [4, 1, 5, 4]), (rules.LeastFrequentlyUsed, [4, 1, 4, 3])],
 )
 def test_what_was_used_last_or_often_is_worth_most(
     kind: type[ReplacementRule], expected: list[int]
@@ -162,7 +155,7 @@ def test_forward_decay_is_a_halved_count_up_to_one_factor(half_life: int) -> Non
 @pytest.mark.parametrize("doublings", [0, 1, 500, 1100, 100_000, 2**29])
 @given(worths=st.lists(st.floats(1e-300, 1e300), min_size=SIZE, max_size=SIZE))
 def test_scores_have_the_order_of_their_numbers(doublings: int, worths: list[float]) -> None:
-    found = priorities_of(np.array(worths), doublings)
+    found = rules.priorities_of(np.array(worths), doublings)
 
     for one, other in itertools.pairwise(np.argsort(worths).tolist()):
         assert found[one] <= found[other]
@@ -189,7 +182,7 @@ def test_what_is_awaited_is_worth_more_than_all_else(
     by_turn = np.argsort(turns[: len(ids)], kind="stable")
     assert np.array_equal(np.argsort(-awaited, kind="stable"), by_turn)
     assert np.array_equal(others, plain.priorities[SIZE // 2 :])
-    rule.expect(ids, np.full(len(ids), NOT_AWAITED))
+    rule.expect(ids, np.full(len(ids), rules.NOT_AWAITED))
     assert np.array_equal(rule.priorities, plain.priorities)
 
 
@@ -197,12 +190,12 @@ EXPECTED_RULES = {
     "recompute": LeastRecentlyUsed,
     "as": LeastRecentlyUsed,
     "as+h2o+lru": LeastRecentlyUsed,
-    "as+h2o+lfu": LeastFrequentlyUsed,
-    "paper+itf": LeastFrequentlyUsed,
-    "paper+itf+reorder": LeastFrequentlyUsed,
+    "as+h2o+lfu": rules.LeastFrequentlyUsed,
+    "paper+itf": rules.LeastFrequentlyUsed,
+    "paper+itf+reorder": rules.LeastFrequentlyUsed,
     "paper": ImportanceScore,
     "impress+lru": LeastRecentlyUsed,
-    "impress+lfu": LeastFrequentlyUsed,
+    "impress+lfu": rules.LeastFrequentlyUsed,
     "impress": ImportanceScore,
 }
 

@@ -16,16 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
+from impress_sglang.storage import segment
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape, SegmentLayout
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.storage.segment import (
-    FORMAT_VERSION,
-    SegmentHeader,
-    SegmentInfo,
-    encode_header,
-    read_header,
-)
+from impress_sglang.storage.segment import FORMAT_VERSION, SegmentHeader, SegmentInfo, read_header
 from impress_sglang.transfer.wanted import pages_per_chunk
 from tests.unit.kv_factory import make_info, make_shape, random_kvs, random_mapping, write_kvs
 
@@ -49,7 +44,7 @@ def some_header(info: SegmentInfo) -> SegmentHeader:
 
 def header_file(directory: Path, info: SegmentInfo) -> Path:
     path = directory / f"{info.segment_id}.kv"
-    path.write_bytes(encode_header(some_header(info)))
+    path.write_bytes(segment.encode_header(some_header(info)))
     return path
 
 

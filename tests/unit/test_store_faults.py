@@ -26,16 +26,7 @@ from tests.faults import INDEX, Faults, FaultyFileSystem, Rule, dead_disk, read_
 from tests.unit import store_factory as stores
 from tests.unit.kv_factory import as_tokens
 from tests.unit.store_checks import check_store
-from tests.unit.store_factory import (
-    Workbench,
-    check_rows,
-    length,
-    look_up,
-    path_of,
-    prompt,
-    until,
-    until_well,
-)
+from tests.unit.store_factory import Workbench, check_rows, length, prompt, until, until_well
 from tests.unit.waiting import wait_until
 
 
@@ -272,7 +263,7 @@ def test_a_directory_that_was_removed_begins_anew(
     bench: Workbench, store: PrefixStore, folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.put(store, prompt(1, 40))
-    path = path_of(bench, look_up(store, prompt(1, 40)))
+    path = stores.path_of(bench, stores.look_up(store, prompt(1, 40)))
     shutil.rmtree(next(bench.root.glob(folder)) if folder else bench.root)
     if path.exists():
         damage.flip_data_bit(path)

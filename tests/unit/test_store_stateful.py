@@ -16,22 +16,14 @@ from impress_sglang.store.health import Verdict
 from impress_sglang.store.prefix_hashes import prefix_digest
 from impress_sglang.store.stored import SegmentState
 from tests.unit import kv_factory as kv
+from tests.unit import store_history
 from tests.unit.prefix_model import Known, PrefixModel
 from tests.unit.store_checks import check_store
 from tests.unit.store_factory import check_index, purge
-from tests.unit.store_history import (
-    CHOSEN,
-    DAMAGES,
-    FAILS,
-    NAMESPACES,
-    QUALITY,
-    SEQUENCES,
-    StoreHistory,
-    Tokens,
-)
+from tests.unit.store_history import CHOSEN, DAMAGES, FAILS, NAMESPACES, QUALITY, SEQUENCES, Tokens
 
 
-class StoreMachine(StoreHistory):
+class StoreMachine(store_history.StoreHistory):
     """The model knows exactly what must be found."""
 
     @rule(namespace=NAMESPACES, tokens=SEQUENCES, quality=QUALITY, fails=FAILS)
