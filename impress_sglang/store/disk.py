@@ -185,7 +185,7 @@ class StoreDisk:
         if segment.segment_id in self.tree:
             return True
         self.worker.unused_bytes -= segment.file_bytes
-        self.unattached.add(segment)
+        self.unattached.add_with_ancestors(segment)
         self.unattached.forget(segment.segment_id)
         is_attached = segment.segment_id in self.tree
         if not is_attached and self.bucket is not None:

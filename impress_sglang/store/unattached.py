@@ -162,6 +162,14 @@ class UnattachedSegments:
         if prefix is not None and (duplicate := self._duplicate_of(segment, prefix)) is not None:
             self._duplicates.append((duplicate, segment))
 
+    def add_with_ancestors(self, segment: StoredSegment) -> None:
+        """`add` a segment, and before it the kept ones that it builds on, without their turn."""
+        chain = [segment]
+        while (parent := self._take(chain[-1].parent_hint)) is not None:
+            chain.append(parent)
+        for link in reversed(chain):
+            self.add(link)
+
     def _duplicate_of(self, segment: StoredSegment, prefix: Tokens) -> StoredSegment | None:
         """Return this server's segment of the same tokens, if both were written simultaneously and
         this server is to remove its copy: both servers decide by the ids. Or one that cannot be

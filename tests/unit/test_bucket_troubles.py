@@ -164,6 +164,33 @@ def test_a_purge_spares_what_builds_on_a_damaged_object_of_another_prefix(
     assert len(bucket.segments) == 2
 
 
+def test_what_builds_on_an_object_that_is_older_than_its_own_parent_outlives_a_start(
+    world: World, bucket: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Headers are read oldest first; one whose parent was sent again waits for its turn."""
+    first, second = world.open("a"), world.open("b")
+    world.put("a", first, prompt(1, 13))
+    until(first, lambda: len(bucket.segments) == 1)
+    (name,) = bucket.segments
+    world.put("a", first, prompt(1, 40))
+    until_found(second, prompt(1, 40))
+    world.benches["a"].close(first)
+    bucket.fails = lambda what, name: what == "put"
+    world.put("b", second, prompt(1, 60))
+    world.benches["b"].close(second)
+    found = obstore.get(bucket._store, name)
+    content, attributes = bytes(found.bytes()), dict(found.attributes)
+    obstore.delete(bucket._store, [name])
+    obstore.put(bucket._store, name, content, attributes=attributes)
+    monkeypatch.setattr("impress_sglang.store.bucket_peer._HEADERS_PER_BATCH", 1)
+    monkeypatch.setattr("impress_sglang.store.unattached._RETRY_SECONDS", 600.0)
+    bucket.fails = lambda what, name: what == "list"
+    second = world.open("b")
+    second.poll()
+    bucket.fails = lambda what, name: False
+    until_found(second, prompt(1, 60))
+
+
 def test_what_is_purged_while_it_is_sent_is_not_there_later(world: World, bucket: Faults) -> None:
     first, sent = world.open("a"), threading.Event()
     is_sending = threading.Event()
