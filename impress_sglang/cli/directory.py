@@ -121,7 +121,7 @@ def gc(root: Path) -> list[Row]:
             _remove(path)
         else:
             if format_of(FILES, path) == FORMAT_VERSION:
-                with opened(path) as store:
+                with opened(path, keeps_orphans=False) as store:
                     store.expire(time.time(), len(store.tree))
                 for file in quarantined_files(FILES, path):
                     FILES.unlink(file)
@@ -177,7 +177,7 @@ def stores_of_this_format(root: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[PrefixStore]:
+def opened(path: Path, *, keeps_orphans: bool = True) -> Iterator[PrefixStore]:
     config = ImpressConfig(
         ssd_dir=str(path.parent),
         ssd_gb=_UNBOUNDED_GB,
@@ -187,7 +187,7 @@ def opened(path: Path) -> Iterator[PrefixStore]:
         io_timeout=PATIENCE_S,
     )
     with _locked(path) as directory:
-        disk = StoreDisk(config, directory.identity, FILES, directory)
+        disk = StoreDisk(config, directory.identity, FILES, directory, keeps_orphans=keeps_orphans)
         store = PrefixStore(config, directory.identity, _SHAPE, files=FILES, disk=disk)
         with contextlib.closing(store):
             yield store
@@ -254,6 +254,8 @@ def _purge(store: PrefixStore, target: Any, age: float | None) -> Row:
     purge, counts = Purge(namespace, tokens, age), Counter[str]()
     while purge.unfinished:
         counts += purge.step(store, len(store.tree))
+    # Removes what has no place in the tree.
+    store.poll()
     return {name: counts[name] for name in ("segments", "tokens", "bytes", "unpinned")}
 
 

@@ -64,10 +64,13 @@ class StoreDisk:
         identity: str,
         files: FileSystem | None = None,
         directory: StoreDirectory | None = None,
+        *,
+        keeps_orphans: bool = False,
     ) -> None:
         """Lock a folder, and recover the segments of earlier processes.
 
-        `directory`: a folder locked by the caller; None for the first free one.
+        `directory`: a folder locked by the caller; None for the first free one. `keeps_orphans`:
+        remove no segments that have no place; a bucket that is not known here may have it.
 
         Raises:
             ConfigError: the directory cannot be used.
@@ -102,7 +105,7 @@ class StoreDisk:
                 undo.callback(self._prober.close, self._seconds)
                 content = None if config.blend == OFF else ContentIndex()
                 self.tree = StoredTree(content, config.ttl)
-                self.unattached = self._recover(undo)
+                self.unattached = self._recover(undo, keeps_orphans)
                 max_pinned_bytes = bytes_of(config.ssd_gb) // 2
                 self.pins = Pins(self.directory, self.worker, self.tree, max_pinned_bytes)
                 self.other_stores = other_stores(self.files, self.directory.path)
@@ -127,7 +130,7 @@ class StoreDisk:
             "on" if self.direct else "off",
         )
 
-    def _recover(self, closing: contextlib.ExitStack) -> UnattachedSegments:
+    def _recover(self, closing: contextlib.ExitStack, keeps_orphans: bool) -> UnattachedSegments:
         """Attach the segments on the disk to the tree; remove own files that cannot be attached.
 
         Garbage collection is off meanwhile. A large tree is frozen until `closing`: it has no
@@ -146,7 +149,7 @@ class StoreDisk:
             unattached = UnattachedSegments(self.tree)
             unusable, orphans = unattached.restore(local_segments + foreign_segments)
             # Their parent may be a file that cannot be read now.
-            unsure = num_unreadable or self.peers.unreadable
+            unsure = keeps_orphans or num_unreadable or self.peers.unreadable
             kept = set(orphans if unsure else self._with_unlisted_parent(orphans))
             others = [segment for segment in orphans if segment not in kept]
             if self.bucket is None:

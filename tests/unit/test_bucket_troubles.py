@@ -14,6 +14,8 @@ from unittest import mock
 
 import pytest
 
+from impress_sglang.cli import DONE
+from impress_sglang.cli.main import main
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.storage.segment import SegmentHeader, encode_header
 from impress_sglang.store.miss_log import MissCause
@@ -25,6 +27,7 @@ from tests.unit import kv_factory as kv
 from tests.unit.bucket_world import Faults, World, obstore, until_found, until_kept
 from tests.unit.kv_factory import IDENTITY
 from tests.unit.store_factory import check_rows, length, lengths, name_of, prompt, purge, until, use
+from tests.unit.test_cli import NONE
 from tests.unit.waiting import wait_until
 
 bucket, world = bucket_world.bucket, bucket_world.world
@@ -189,6 +192,23 @@ def test_what_builds_on_an_object_that_is_older_than_its_own_parent_outlives_a_s
     second.poll()
     bucket.fails = lambda what, name: False
     until_found(second, prompt(1, 60))
+
+
+def test_commands_without_a_server_spare_what_builds_on_an_object(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = world.open("a"), world.open("b")
+    world.put("a", first, prompt(1, 64), namespace=NONE)
+    until_found(second, prompt(1, 64), namespace=NONE)
+    world.put("b", second, prompt(1, 80), prompt(2, 64), namespace=NONE)
+    world.benches["b"].close(second)
+    bench, left = world.benches["b"], []
+    with mock.patch("impress_sglang.store.disk.open_bucket", lambda config: None):
+        for verb, number in (("pin", 2), ("purge", 2), ("purge", 1)):
+            ids = ",".join(map(str, prompt(number, 64)))
+            assert main([verb, "--ids", ids, "--dir", str(bench.root)]) == DONE
+            left.append(len(bench.files()))
+    assert left == [2, 1, 0]
 
 
 def test_what_is_purged_while_it_is_sent_is_not_there_later(world: World, bucket: Faults) -> None:
