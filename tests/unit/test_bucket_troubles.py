@@ -34,9 +34,13 @@ bucket, world = bucket_world.bucket, bucket_world.world
 
 
 def test_one_object_that_is_refused(
-    world: World, bucket: Faults, caplog: pytest.LogCaptureFixture
+    world: World,
+    bucket: Faults,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As an archived one is, at any time: that is no failure of all others."""
+    monkeypatch.setattr("impress_sglang.store.store.RETRY_SECONDS", 600.0)
     first, second = world.open("a"), world.open("b")
     world.put("a", first, prompt(1))
     until_found(second, prompt(1))
