@@ -62,18 +62,28 @@ class World:
     def open(self, name: str, **options: Any) -> PartStore:
         if name not in self.benches:
             self.benches[name] = Workbench(self._root / name, SHAPES["probe heads"])
-        return self.benches[name].open(store=URL, **options)
+        return self.benches[name].open(**({"store": URL} | options))
 
     def put(self, name: str, store: PartStore, *tokens: tuple[int, ...], **options: Any) -> None:
         for sequence in tokens:
             self.benches[name].put(store, sequence, **options)
             store.poll()
 
+    def share(self, *prompts: tuple[int, ...], **options: Any) -> tuple[PartStore, PartStore]:
+        """Servers a and b, of which b, with these options, has found what a has stored."""
+        first, second = self.open("a"), self.open("b", **options)
+        self.put("a", first, *prompts)
+        for tokens in prompts:
+            until_found(second, tokens)
+        return first, second
+
 
 @pytest.fixture(autouse=True)
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Faults:
     faults = Faults()
-    monkeypatch.setattr("impress_sglang.store.disk.open_bucket", lambda config: faults)
+    monkeypatch.setattr(
+        "impress_sglang.store.disk.open_bucket", lambda config: faults if config.store else None
+    )
     monkeypatch.setattr(peer_module, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(peer_module, "GRACE_SECONDS", 0.2)
     monkeypatch.setattr(peer_module, "_MAX_LIST_SHARE", 1.0)

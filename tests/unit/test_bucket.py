@@ -28,11 +28,9 @@ bucket, world = bucket_world.bucket, bucket_world.world
 
 
 def test_what_one_stores_others_find_and_keep(world: World, bucket: Faults) -> None:
-    first, second = world.open("a"), world.open("b")
-    world.put("a", first, prompt(1, 13), prompt(1, 40), prompt(3))
+    first, second = world.share(prompt(1, 13), prompt(1, 40), prompt(3))
     world.put("a", first, prompt(2), namespace="salt")
     until(second, lambda: len(bucket.segments) == 4)
-    until_found(second, prompt(1, 40))
     until_found(second, prompt(2), namespace="salt")
     assert second.summary()["used_bytes"] == 0 == length(second, prompt(2))
     check_rows(second, prompt(1, 40))
@@ -56,10 +54,8 @@ def test_ranges_are_fetched_together_and_each_once(
     for module in ("bucket", "segment_readers"):
         monkeypatch.setattr(f"impress_sglang.store.{module}.RANGE_BYTES", 4096)
     monkeypatch.setattr(bucket_module, "IDLE_SECONDS", 600.0)
-    first, second = world.open("a"), world.open("b")
     tokens, three = prompt(1, 100), threading.Barrier(3)
-    world.put("a", first, tokens)
-    until_found(second, tokens)
+    _, second = world.share(tokens)
     (segment,) = second.tree.segments()
     # That reads the header alone.
     second.readers.acquire(segment)
@@ -212,10 +208,7 @@ def test_expired_objects_go_after_a_while(
 def test_an_object_that_is_damaged_or_gone_is_a_miss(
     world: World, bucket: Faults, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = world.open("a"), world.open("b")
-    world.put("a", first, prompt(1), prompt(2))
-    for number in (1, 2):
-        until_found(second, prompt(number))
+    _, second = world.share(prompt(1), prompt(2))
     peer, (span,) = second._disk.bucket, store_factory.look_up(second, prompt(1)).spans
     name = peer.name_of(span.segment.info)
     # Reading finds it before a list does.
@@ -238,10 +231,7 @@ def test_an_object_that_is_damaged_or_gone_is_a_miss(
 def test_a_bucket_that_fails_is_a_miss_until_it_answers(
     world: World, bucket: Faults, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, second = world.open("a"), world.open("b")
-    world.put("a", first, prompt(1), prompt(2))
-    for number in (1, 2):
-        until_found(second, prompt(number))
+    first, second = world.share(prompt(1), prompt(2))
     bucket.fails = lambda what, name: True
     with pytest.raises(StoreUnavailable) as error:
         check_rows(second, prompt(1))
@@ -334,9 +324,7 @@ def test_who_may_only_read_follows(world: World, bucket: Faults) -> None:
 
 def test_what_builds_on_an_object_outlives_a_start(world: World, bucket: Faults) -> None:
     """Only after a look at the bucket is it known whether there is a place for it."""
-    first, second = world.open("a"), world.open("b")
-    world.put("a", first, prompt(1, 13))
-    until_found(second, prompt(1, 13))
+    first, second = world.share(prompt(1, 13))
     world.benches["a"].close(first)
     bucket.fails = lambda what, name: what == "put"
     world.put("b", second, prompt(1, 40), prompt(1, 60), prompt(2))
@@ -372,9 +360,7 @@ def test_what_builds_on_an_object_outlives_a_start(world: World, bucket: Faults)
 
 
 def test_what_becomes_a_local_file_while_it_is_opened_is_read_as_one(world: World) -> None:
-    first, second = world.open("a"), world.open("b")
-    world.put("a", first, prompt(1))
-    until_found(second, prompt(1))
+    _, second = world.share(prompt(1))
     use(second, prompt(1))
     # Nobody polls, so it is not the store's yet.
     wait_until(lambda: second._disk.bucket.completed)
@@ -392,9 +378,7 @@ def test_what_becomes_a_local_file_while_it_is_opened_is_read_as_one(world: Worl
 
 
 def test_a_read_may_outlast_the_store(world: World, bucket: Faults) -> None:
-    first, second = world.open("a"), world.open("b", io_timeout=1.0)
-    world.put("a", first, prompt(1))
-    until_found(second, prompt(1))
+    _, second = world.share(prompt(1), io_timeout=1.0)
     peer, needed = second._disk.bucket, second.quota.missing(0)
     (segment,) = second.tree.segments()
     descriptor = peer.files.open(peer.path_of(segment.info), os.O_RDONLY)

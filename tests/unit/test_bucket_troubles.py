@@ -10,7 +10,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -41,9 +40,7 @@ def test_one_object_that_is_refused(
 ) -> None:
     """As an archived one is, at any time: that is no failure of all others."""
     monkeypatch.setattr("impress_sglang.store.store.RETRY_SECONDS", 600.0)
-    first, second = world.open("a"), world.open("b")
-    world.put("a", first, prompt(1))
-    until_found(second, prompt(1))
+    first, second = world.share(prompt(1))
     (archived,) = bucket.segments
     obstore.put(bucket._store, f"{IDENTITY}/orders/x.json", b"archived")
     bucket.error = obstore.exceptions.PermissionDeniedError
@@ -70,10 +67,8 @@ def test_a_bucket_that_fails_when_a_directory_first_uses_it(
     world: World, bucket: Faults, has_key: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """All agree on a key, or it is not used."""
-    with mock.patch("impress_sglang.store.disk.open_bucket", lambda config: None):
-        first = world.open("a")
-        world.put("a", first, prompt(1))
-        world.benches["a"].close(first)
+    world.put("a", first := world.open("a", store=""), prompt(1))
+    world.benches["a"].close(first)
     second = world.open("b") if has_key else None
     bucket.fails = lambda what, name: True
     first = world.open("a")
@@ -95,10 +90,8 @@ def test_a_bucket_that_fails_when_a_directory_first_uses_it(
 def test_a_key_that_is_none_is_logged_once(
     world: World, bucket: Faults, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with mock.patch("impress_sglang.store.disk.open_bucket", lambda config: None):
-        store = world.open("a")
-        world.put("a", store, prompt(1))
-        world.benches["a"].close(store)
+    world.put("a", store := world.open("a", store=""), prompt(1))
+    world.benches["a"].close(store)
     obstore.put(bucket._store, f"{IDENTITY}/key", b"no key")
     store = world.open("a")
     until(store, lambda: "has another key" in caplog.text)
@@ -132,12 +125,11 @@ def test_a_purge_without_a_server_reaches_the_bucket_later(
     below = next(segment for segment in first.tree.segments() if not segment.info.prefix_len)
     name = first._disk.bucket.name_of(below.info)
     world.benches["a"].close(first)
-    with mock.patch("impress_sglang.store.disk.open_bucket", lambda config: None):
-        first = world.open("a")
-        order = Purge(first.namespace(""), None if whole_namespace else kv.as_tokens(prompt(1, 64)))
-        while order.unfinished:
-            order.step(first)
-        world.benches["a"].close(first)
+    first = world.open("a", store="")
+    order = Purge(first.namespace(""), None if whole_namespace else kv.as_tokens(prompt(1, 64)))
+    while order.unfinished:
+        order.step(first)
+    world.benches["a"].close(first)
     if whole_namespace:
         obstore.delete(bucket._store, name)
     # The order comes first.
@@ -151,10 +143,7 @@ def test_a_purge_without_a_server_reaches_the_bucket_later(
 def test_a_purge_spares_what_builds_on_a_damaged_object_of_another_prefix(
     world: World, bucket: Faults
 ) -> None:
-    first, second = world.open("a"), world.open("b")
-    world.put("a", first, prompt(1, 64), prompt(1, 80), prompt(2))
-    for tokens in (prompt(1, 80), prompt(2)):
-        until_found(second, tokens)
+    first, second = world.share(prompt(1, 64), prompt(1, 80), prompt(2))
     world.benches["a"].close(first)
     purge(second, prompt(2))
     until(second, lambda: len(bucket.segments) == 2)
@@ -175,9 +164,7 @@ def test_what_builds_on_an_object_that_is_older_than_its_own_parent_outlives_a_s
     world: World, bucket: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Headers are read oldest first; one whose parent was sent again waits for its turn."""
-    first, second = world.open("a"), world.open("b")
-    world.put("a", first, prompt(1, 13))
-    until(first, lambda: len(bucket.segments) == 1)
+    first, second = world.share(prompt(1, 13))
     (name,) = bucket.segments
     world.put("a", first, prompt(1, 40))
     until_found(second, prompt(1, 40))
@@ -207,17 +194,17 @@ def test_commands_without_a_server_spare_what_builds_on_an_object(
     world.put("b", second, prompt(1, 80), prompt(2, 64), namespace=NONE)
     world.benches["b"].close(second)
     bench, left = world.benches["b"], []
-    with mock.patch("impress_sglang.store.disk.open_bucket", lambda config: None):
-        for verb, number in (("pin", 2), ("purge", 1)):
-            ids = ",".join(map(str, prompt(number, 64)))
-            assert main([verb, "--ids", ids, "--dir", str(bench.root)]) == DONE
-            left.append(len(bench.files()))
+    for verb, number in (("pin", 2), ("purge", 1)):
+        ids = ",".join(map(str, prompt(number, 64)))
+        assert main([verb, "--ids", ids, "--dir", str(bench.root)]) == DONE
+        left.append(len(bench.files()))
     assert left == [2, 1]
 
 
-def test_what_is_purged_while_it_is_sent_is_not_there_later(world: World, bucket: Faults) -> None:
-    first, sent = world.open("a"), threading.Event()
-    is_sending = threading.Event()
+@pytest.mark.parametrize("purged", [False, True])
+def test_what_leaves_while_it_is_sent(world: World, bucket: Faults, purged: bool) -> None:
+    """What was evicted is found there, and what was purged is not there later."""
+    store, is_sending, sent = world.open("a"), threading.Event(), threading.Event()
 
     def wait(what: str, name: str) -> bool:
         if what == "put" and name.endswith(".kv") and bucket.segments:
@@ -226,31 +213,20 @@ def test_what_is_purged_while_it_is_sent_is_not_there_later(world: World, bucket
         return False
 
     bucket.fails = wait
-    world.put("a", first, prompt(1, 13), prompt(1, 40))
-    until(first, is_sending.is_set)
-    purge(first, prompt(1, 13))
-    until(first, lambda: not bucket.segments)
-    sent.set()
-    until(first, lambda: first.summary()["bucket"]["sent"] == 2 and not bucket.segments)
-
-
-def test_what_is_evicted_while_it_is_sent_is_found_there(world: World, bucket: Faults) -> None:
-    store, sent = world.open("a"), threading.Event()
-    is_sending = threading.Event()
-
-    def wait(what: str, name: str) -> bool:
-        if what == "put" and name.endswith(".kv"):
-            is_sending.set()
-            assert sent.wait(60)
-        return False
-
-    bucket.fails = wait
-    world.put("a", store, prompt(1))
+    world.put("a", store, prompt(1, 13), prompt(1, 40))
     until(store, is_sending.is_set)
-    store.writes.discard(list(store.tree.segments()), MissCause.EVICTED)
+    if purged:
+        purge(store, prompt(1, 13))
+        until(store, lambda: not bucket.segments)
+    else:
+        store.writes.discard(list(store.tree.segments()), MissCause.EVICTED)
     sent.set()
-    until_found(store, prompt(1))
-    check_rows(store, prompt(1))
+    until(store, lambda: store.summary()["bucket"]["sent"] == 2)
+    if purged:
+        until(store, lambda: not bucket.segments)
+    else:
+        until_found(store, prompt(1, 40))
+        check_rows(store, prompt(1, 40))
 
 
 @pytest.mark.parametrize(
@@ -325,10 +301,7 @@ def test_orders_that_are_none(
 def test_who_ends_a_read_does_not_wait_for_a_drive_that_hangs(world: World, operation: str) -> None:
     """The scheduler's thread ends reads."""
     files = FaultyFileSystem(drive := DriveFaults())
-    first, second = world.open("a"), world.open("b", files=files)
-    world.put("a", first, prompt(1), prompt(2))
-    for number in (1, 2):
-        until_found(second, prompt(number))
+    _, second = world.share(prompt(1), prompt(2), files=files)
     (read, other), objects = second.tree.segments(), second._disk.bucket.files
     second.readers.acquire(read)
     path = second._disk.bucket.path_of(other.info)
@@ -346,9 +319,7 @@ def test_who_ends_a_read_does_not_wait_for_a_drive_that_hangs(world: World, oper
 
 def test_an_object_that_ends_while_it_is_opened(world: World) -> None:
     files = FaultyFileSystem(drive := DriveFaults())
-    first, second = world.open("a"), world.open("b", files=files)
-    world.put("a", first, prompt(1))
-    until_found(second, prompt(1))
+    _, second = world.share(prompt(1), files=files)
     (segment,), objects = second.tree.segments(), second._disk.bucket.files
     path = second._disk.bucket.path_of(segment.info)
     with ThreadPoolExecutor(1) as pool:
