@@ -158,8 +158,9 @@ class StoreDisk:
                 # Their parent may be there; `place` comes after the first list of its objects.
                 self._orphans = others
             for segment in (*kept, *self._orphans):
-                # A purge finds them there.
-                unattached.postpone(segment, math.inf)
+                # A purge finds them there, and so does the end of their time.
+                left = self.tree.order.expiry_of(segment) - time.time()
+                unattached.postpone(segment, left + 1.0)
                 self.worker.unused_bytes += segment.file_bytes
             self._remove(unusable)
             if is_large:

@@ -114,6 +114,20 @@ def test_what_builds_on_what_has_expired_goes_when_it_expires(
     until(second, lambda: not bucket.segments)
 
 
+def test_what_waits_for_a_bucket_that_fails_goes_when_it_expires(
+    world: World, bucket: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (_, second), later = world.share(prompt(1, 13)), time.time() + 1001
+    world.put("b", second, prompt(1, 40), ttl=1000.0)
+    world.put("b", second, prompt(2))
+    world.benches["b"].close(second)
+    bucket.fails = lambda what, name: True
+    monkeypatch.setattr("time.time", lambda: later)
+    second = world.open("b")
+    until(second, lambda: len(world.benches["b"].files()) == 1)
+    assert length(second, prompt(2)) == 8 and not second.worker.unused_bytes
+
+
 @pytest.mark.parametrize("whole_namespace", [False, True])
 def test_a_purge_without_a_server_reaches_the_bucket_later(
     world: World, bucket: Faults, whole_namespace: bool
