@@ -429,8 +429,10 @@ def read_object_header(bucket: Bucket, name: str, size: int) -> tuple[SegmentInf
         info = decode_header(name, size, read).info
     ids = info.segment_id, info.identity, info.namespace, info.prefix_digest
     numbers = info.prefix_len, info.generation, info.expires, info.windows_from
-    if not all(isinstance(text, str) and identity_in(text) == text for text in ids) or not all(
-        type(number) is int and 0 <= number < 1 << 40 for number in numbers
+    if (
+        not all(isinstance(text, str) and identity_in(text) == text for text in ids)
+        or not all(type(number) is int and 0 <= number < 1 << 40 for number in numbers)
+        or not 0 <= float(attributes.get("written", 0)) < 1 << 33
     ):
         raise ValueError("its description is not one of ours")
     return info, attributes

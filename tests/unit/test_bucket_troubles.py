@@ -253,6 +253,7 @@ def test_what_leaves_while_it_is_sent(world: World, bucket: Faults, purged: bool
         {"prefix_len": "x"},
         {"expires": "never"},
         {"windows_from": -1},
+        {"written": "inf"},
     ],
 )
 def test_objects_that_somebody_made_up(
@@ -264,14 +265,16 @@ def test_objects_that_somebody_made_up(
     until(first, lambda: len(bucket.segments) == 1)
     (segment,), (old,) = first.tree.segments(), bucket.segments
     with contextlib.closing(first._disk.open(segment)) as file:
-        made_up = dataclasses.replace(file.info, **fields)
+        described = {name: value for name, value in fields.items() if name != "written"}
+        made_up = dataclasses.replace(file.info, **described)
         header = SegmentHeader(made_up, file.checksums, file.sinks, file.mapping, file.fits)
         content = obstore.get(bucket._store, old).bytes()
         content = encode_header(header) + bytes(content)[file.layout.header_bytes :]
     name = first._disk.bucket.name_of(made_up)
     world.benches["a"].close(first)
     obstore.delete(bucket._store, [old])
-    obstore.put(bucket._store, name, content)
+    attributes = {"written": fields.get("written", "0.0")}
+    obstore.put(bucket._store, name, content, attributes=attributes)
     second = world.open("b")
     until(second, lambda: "cannot be used" in caplog.text or len(second.tree))
     if len(second.tree):
