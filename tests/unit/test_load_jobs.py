@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -254,20 +254,13 @@ class TestLoader:
         self, make: Make, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A thread that names none pins memory for the first one, and takes memory of it."""
-        inside, take = [False], BufferPool.take
-
-        @contextmanager
-        def stream(_: object) -> Iterator[None]:
-            inside.append(True)
-            yield
-            inside.pop()
+        stream, taken, take = mock.MagicMock(), list[bool](), BufferPool.take
 
         def noted(*args: Any) -> Any:
-            taken.append(inside[-1])
+            taken.append(stream.__enter__.call_count > stream.__exit__.call_count)
             return take(*args)
 
-        taken: list[bool] = []
-        monkeypatch.setattr(torch.cuda, "stream", stream)
+        monkeypatch.setattr(torch.cuda, "stream", lambda _: stream)
         monkeypatch.setattr(BufferPool, "take", noted)
         desk = make()
         desk.put(FIRST)
@@ -298,19 +291,17 @@ class TestLoader:
         wait_until(lambda: not desk.loader._measuring)
         assert desk.store.stats.bytes_read == job.read_stats.ssd_bytes
 
-    def test_what_comes_after_its_store_was_closed_does_not_wait(self, make: Make) -> None:
+    def test_what_comes_after_its_store_was_closed_does_not_wait(
+        self, make: Make, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         desk = make()
         desk.put(FIRST)
-        spans, readers = look_up(desk.store, FIRST).spans, desk.store.readers
-        readers.close(20.0)
-        with (
-            pytest.raises(PrefixUnreadable, match="too long"),
-            mock.patch.object(
-                Future, "exception", autospec=True, side_effect=Future.exception
-            ) as wait,
-        ):
-            readers.open(spans, exact=False)
-        assert wait.call_args.args[1] == 0.0
+        spans, wait = look_up(desk.store, FIRST).spans, mock.Mock(side_effect=TimeoutError)
+        desk.store.readers.close(20.0)
+        with monkeypatch.context() as patch, pytest.raises(PrefixUnreadable, match="too long"):
+            patch.setattr(Future, "exception", wait)
+            desk.store.readers.open(spans, exact=False)
+        wait.assert_called_once_with(0.0)
 
     @pytest.mark.parametrize("host_gb", [4e-5, LARGE], ids=["a layer", "a span"])
     def test_what_is_cached_is_not_measured(self, make: Make, host_gb: float) -> None:

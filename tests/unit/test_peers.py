@@ -127,14 +127,10 @@ def test_a_folder_that_another_server_has_made_again_is_its_own(
     assert "is damaged" not in caplog.text
 
 
-def flip_last_line(journal: Path) -> None:
-    flip_byte(journal, journal.stat().st_size - 100)
-
-
 # What becomes of the journal of another server.
 JOURNAL_DAMAGE: dict[str, Callable[[Path], object]] = {
     "cannot be read": lambda journal: None,
-    "flipped": flip_last_line,
+    "flipped": lambda journal: flip_byte(journal, journal.stat().st_size - 100),
     "behind": lambda journal: journal.write_bytes(journal.read_bytes().splitlines(True)[0]),
     "gone": Path.unlink,
 }
