@@ -42,7 +42,7 @@ def compiled(
     """
 
     def decorate(loop: _F) -> _F:
-        if _NUMBA is None:
+        if _NUMBA is None or _NUMBA.config.DISABLE_JIT:
             return loop
         # Numba has no public name for the first of these.
         options = {} if makes_arrays else {"_nrt": False, "forceinline": True}

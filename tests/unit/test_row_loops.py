@@ -147,6 +147,14 @@ def test_loops_are_compiled_where_nothing_can_be_kept(
     assert "NUMBA_CACHE_DIR" in caplog.text
 
 
+def test_nothing_is_said_where_nothing_is_to_be_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NUMBA_DISABLE_JIT, for a debugger."""
+    monkeypatch.setattr(config, "DISABLE_JIT", 1)
+    assert compiled("(int64,)")(abs) is abs and not caplog.text
+
+
 @pytest.mark.parametrize("kind", ["nbi", "nbc"])
 def test_what_was_kept_may_be_damaged(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
