@@ -226,11 +226,14 @@ def test_a_drive_that_was_slow_is_measured(
     cost, names = store._reader.cost, [segment.segment_id for segment in store.tree.segments()]
     for _ in range(9):
         cost.observe(1, 1e3, 100.0)
-    assert told_of(world.ask())["decision"] == "recompute"
+    req = world.ask()
+    assert told_of(req)["decision"] == "recompute"
     wait_until(lambda: service.poll() or cost.observations > 9)
     wait_until(lambda: service.poll() or not any(map(store.readers.is_open, names)))
 
     monkeypatch.setattr(store.readers, "seconds_to_read", lambda count: 2.0)
+    world.match(req)
+    assert not any(map(store.readers.is_open, names)), "once per request"
     assert told_of(world.ask("s"))["decision"] == "recompute"
     assert any(map(store.readers.is_open, names))
     assert not any(segment.hits for segment in store.tree.segments()), "it is no use"

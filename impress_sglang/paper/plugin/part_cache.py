@@ -120,10 +120,13 @@ class PartCache(ImpressTreeCache):
         plan = self.service.plan(match, start, len(tokens) + 1, tracked.options)
         if plan is None:
             return resident
+        was_declined = tracked.report["decision"] == "recompute"
         tracked.report.update(estimate_fields(plan.estimate, loads=plan.worthwhile))
         if not plan.worthwhile:
-            # Without measuring, slow reads would keep prefixes from ever being loaded again.
-            self.service.parts.measure(match.slice(start, plan.stop))
+            # Without measuring, slow reads would keep prefixes from ever being loaded again. Once
+            # per request, because SGLang matches those that wait before each pass.
+            if not was_declined:
+                self.service.parts.measure(match.slice(start, plan.stop))
             return resident
         self._plans[req.rid] = plan
         return resident._replace(device_prefix_len=plan.stop - plan.k, host_hit_length=plan.k)
