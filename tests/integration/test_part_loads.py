@@ -18,7 +18,6 @@ from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.paper.plugin.part_cache import PartCache
 from impress_sglang.paper.request import StoredRequest
 from impress_sglang.paper.service import PartService
-from impress_sglang.plugin import request_tracker
 from impress_sglang.serving.why import Reason
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.store.prefix_hashes import namespace_text
@@ -163,14 +162,6 @@ def test_a_request_that_sglang_ends_without_saying_so_is_forgotten(
         world.cache.on_release(req, checkpointed=False)
         getattr(world.cache, step)()
         assert [tracked.req for tracked in world.cache._tracked.values()] == queue
-
-
-def test_who_may_not_use_the_store_loads_nothing(
-    world: PaperWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(request_tracker, "serve_refusal", lambda req: "a reason")
-    req = world.ask()
-    assert not req.host_hit_length and told_of(req)["not_served"] == "a reason"
 
 
 def test_a_request_does_without_what_cannot_be_opened(world: PaperWorld) -> None:

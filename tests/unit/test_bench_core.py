@@ -33,15 +33,6 @@ def read(*arguments: str) -> argparse.Namespace:
     return parse("capacity", "", capacity.OPTIONS, arguments)
 
 
-def test_defaults_are_of_full_and_quick_runs() -> None:
-    full, quick = read(), read("--quick")
-    assert (full.tb, full.depth, full.seed) == ((0.1, 0.3, 1.0, 3.0, 10.0), 8, 1)
-    assert (quick.tb, quick.depth, quick.seed) == ((0.005, 10.0), 8, 1)
-    assert read("--quick", "--tb=5,.6,5").tb == (5.0, 0.6)
-    with pytest.raises(SystemExit):
-        read("--kinds=exact,other")
-
-
 def test_without_a_name_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     overview = capsys.readouterr().out

@@ -335,6 +335,7 @@ def test_pins_without_a_server_hold_in_one(tenants: Workbench, capsys: Output) -
         (["purge"], "which prefix"),
         (["purge", "--text", "hello"], "no tokenizer"),
         (["unpin", "--segment", "abc"], "no segment abc"),
+        (["pin", "--ids", ",".join(map(str, prompt(1, 192)))], "128 of its 192 tokens are stored"),
         (["pin", "--ids", ",".join(["7"] * 64)], "0 of its 64 tokens are stored"),
         (["pin", "--ids", ",".join(["7"] * 63)], "at least 64 tokens"),
         (["purge", "--ids", ",".join([str(2**31)] * 64)], "2^31"),

@@ -71,17 +71,6 @@ def test_all_that_a_pinned_prefix_builds_on_stays_after_a_restart_as_well(bench:
     assert not len(bench.reopen(store).pins)
 
 
-def test_only_what_is_stored_can_be_pinned(bench: Workbench, store: PrefixStore) -> None:
-    bench.put(store, prompt(1))
-    refusal = pin(store, prompt(1, 16))
-    assert refusal == "8 of its 16 tokens are stored: warm it first"
-    assert pin(store, prompt(1), "another tenant") == (
-        "0 of its 8 tokens are stored: warm it first"
-    )
-    assert pin(store, []) is not None
-    assert not len(store.pins)
-
-
 def test_what_is_stored_anew_of_a_pinned_prefix_is_pinned(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
