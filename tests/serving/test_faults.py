@@ -191,19 +191,3 @@ def test_what_is_stored_before_the_damage_is_still_loaded(bench: Bench) -> None:
     assert said["path"] == "ssd" and said["loaded_tokens"] == 700
     assert said["why"]["reason"] == "loaded" and said["why"]["rest"] == "damaged"
     assert said["tokens"]["computed"] == 615
-
-
-def test_a_directory_that_goes_and_comes_back(bench: Bench) -> None:
-    """`os.statvfs` of a directory that is gone once killed the server."""
-    prompt = bench.new_prompt()
-    bench.server.store_prompts(prompt)
-    damage.take_away(bench.store)
-    bench.store.write_text("something else")
-    for _ in range(2):
-        assert bench.ask(prompt)["path"] == "computed"
-        bench.server.generate(bench.new_prompt(), 1)
-    bench.until(lambda totals: totals["health"]["state"] != "ok")
-    bench.store.unlink()
-    damage.retract(bench.store)
-    bench.recover()
-    assert bench.ask(prompt)["path"] == "ssd"

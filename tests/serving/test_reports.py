@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -57,15 +56,6 @@ def parts(response: requests.Response) -> list[dict[str, Any]]:
     """Of a streaming answer."""
     lines = response.text.splitlines()
     return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
-
-
-def order(server: Server, verb: str, status: int = 200, **body: Any) -> Any:
-    response = server.post(f"/impress/{verb}", **body)
-    assert response.status_code == status, response.text
-    answer = response.json()
-    if status != 200:
-        assert answer.keys() == {"error"} and isinstance(answer["error"], str)
-    return answer
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -135,29 +125,3 @@ def last_parts(response: requests.Response) -> list[dict[str, Any]]:
         assert report(part)["path"] == report(before)["path"]
         answers[part["index"]] = part
     return [answers[index] for index in sorted(answers)]
-
-
-def test_warming_says_what_became_of_a_prefix(server: Server) -> None:
-    prefix = random_tokens(640, seed=90)
-    told = order(server, "warm", input_ids=prefix)
-    assert told["outcome"] in ("being_written", "stored") and told["path"] == "computed"
-    assert told["why"]["reason"] == told["outcome"]
-    server.flush()
-    told = order(server, "warm", input_ids=prefix)
-    assert (told["outcome"], told["path"]) == ("stored_before", "ssd")
-    assert told["tokens"] == told["stored_tokens"] == 640 and told["why"]["reason"] == "stored"
-
-
-def test_warming_that_is_given_up_is_no_success(server: Server) -> None:
-    """`tests/integration/test_routes.py` has other outcomes."""
-    ids = [random_tokens(4000, seed=103 + number) for number in range(3)]
-    with busy(server), ThreadPoolExecutor(1) as pool:
-        warming = pool.submit(order, server, "warm", 503, input_ids=ids)
-        wait_for(server, "num_waiting_reqs")
-        # Some of it may not have arrived yet.
-        while not warming.done():
-            server.post("/abort_request", abort_all=True)
-            time.sleep(0.05)
-        said = warming.result(60)["error"]
-    assert "aborted" in said and said.startswith("0 of 3")
-    assert not server.stored(ids[0])
