@@ -70,7 +70,7 @@ class StoreDisk:
         """Lock a folder, and recover the segments of earlier processes.
 
         `directory`: a folder locked by the caller; None for the first free one. `keeps_orphans`:
-        remove no segments that have no place; a bucket that is not known here may have it.
+        remove no segments without a place: what they build on may be in a bucket.
 
         Raises:
             ConfigError: the directory cannot be used.
@@ -158,7 +158,7 @@ class StoreDisk:
                 # Their parent may be there; `place` comes after the first list of its objects.
                 self._orphans = others
             for segment in (*kept, *self._orphans):
-                # A purge finds them there, and so does the end of their time.
+                # A purge finds them there, and so does their expiry.
                 left = self.tree.order.expiry_of(segment) - time.time()
                 unattached.postpone(segment, left + 1.0)
                 self.worker.unused_bytes += segment.file_bytes
