@@ -15,7 +15,6 @@ def segments(root: Path) -> list[Path]:
 
 
 def flip_bit(path: Path, offset: int, bit: int = 0) -> None:
-    """One bit is wrong."""
     with path.open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)
@@ -30,7 +29,6 @@ def flip_data_bit(segment: Path, block: int = 0) -> None:
 
 
 def truncate(path: Path, by: int = BLOCK_BYTES) -> None:
-    """A file ends too early."""
     os.truncate(path, max(path.stat().st_size - by, 0))
 
 

@@ -69,13 +69,11 @@ class Journal:
             self._files[key].writes.append((offset, offset + length))
 
     def synced(self, descriptor: int) -> None:
-        """A file was synced."""
         with self._lock:
             if (file := self._files.pop(_key(descriptor), None)) is not None:
                 os.close(file.descriptor)
 
     def created(self, path: Path) -> None:
-        """A file was made."""
         self._note({path.parent}, lambda: path.unlink(missing_ok=True))
 
     @contextlib.contextmanager
@@ -99,7 +97,6 @@ class Journal:
             self._note({path.parent}, lambda: os.rename(copy, path))
 
     def directory_synced(self, path: Path) -> None:
-        """A directory was synced."""
         with self._lock:
             for name in self._names:
                 name.directories.discard(path)

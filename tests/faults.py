@@ -311,7 +311,6 @@ class FaultyFileSystem(FileSystem):
     # What fails
 
     def path_of(self, descriptor: int) -> Path | None:
-        """The path that a descriptor was opened with."""
         with self._lock:
             return self._paths.get(descriptor)
 

@@ -39,7 +39,6 @@ def page_size(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> TestClient:
-    """Of the routes alone."""
     app = FastAPI()
     monkeypatch.setattr(http_server, "app", app)
     routes.add_routes()

@@ -45,7 +45,6 @@ def make_old(world: World) -> None:
 
 
 def test_a_purged_prefix_is_nowhere(world: World) -> None:
-    """On SSD, and in SGLang's pool."""
     world.run("stored", STORED)
     world.make_resident(OTHER)
 

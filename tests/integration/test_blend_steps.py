@@ -228,7 +228,6 @@ CANNOT: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
 @pytest.mark.usefixtures("_on_a_cpu")
 @pytest.mark.parametrize(("model", "words"), CANNOT.values(), ids=CANNOT)
 def test_which_models_cannot_be_blended(model: Callable[[], torch.nn.Module], words: str) -> None:
-    """Though some are served."""
     assert "dynamic" in ROPE_TYPES
     with pytest.raises(UnsupportedError, match=f"{words}.*drop --impress-blend"):
         check_blended(model())

@@ -177,8 +177,6 @@ def test_blended_models_have_keys_for_attention_of_prefill(module: Any) -> None:
 
 
 class Layers(torch.nn.Module):
-    """Two attention layers."""
-
     def __init__(self, ids: tuple[int, ...] = (0, 1)) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(attention(layer_id) for layer_id in ids)

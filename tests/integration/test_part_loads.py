@@ -63,7 +63,6 @@ class PaperWorld(World):
         self.cache.on_release(req, checkpointed=False)
 
     def close(self) -> None:
-        """Also of requests that are left."""
         for tracked in list(self.cache._tracked.values()):
             self.forget(tracked.req)
         super().close()

@@ -26,11 +26,9 @@ class Model(torch.nn.Module):
         )
 
     def hooks(self) -> int:
-        """How many there are."""
         return sum(len(layer._forward_pre_hooks) for layer in self.layers)
 
     def extend(self, queries: torch.Tensor, lengths: dict[str, int]) -> None:
-        """A pass over prompts of these lengths."""
         batch: Any = SimpleNamespace(
             forward_mode=SimpleNamespace(is_extend_without_speculative=lambda: True),
             rids=list(lengths),

@@ -34,7 +34,6 @@ def hang(identity: str, operations: str = "*") -> Rule:
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
-    """What goes wrong from now on."""
     faults = Faults()
     monkeypatch.setattr(files_module, "_installed", FaultyFileSystem(faults))
     return faults

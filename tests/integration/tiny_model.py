@@ -44,7 +44,6 @@ def rotated(rows: Tensor, positions: Tensor) -> Tensor:
 
 
 def draw(seed: int, length: int) -> list[int]:
-    """Tokens of a prompt."""
     return [*map(int, tokens_of(seed, length))]
 
 
@@ -127,7 +126,6 @@ class Model:
         return q, k, v.view(len(hidden), -1, self.shape.value_dim)
 
     def layer(self, hidden: Tensor, positions: Tensor, layer: int) -> Tensor:
-        """What a layer adds."""
         self.computed.append([layer, len(hidden)])
         q, k, v = (heads.flatten(1) for heads in self.projected(hidden, positions, layer))
         output: Tensor = get_attn_backend().forward(q, k, v, self.layers[layer], None)

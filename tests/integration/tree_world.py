@@ -71,7 +71,6 @@ def new_request(
 
 
 def told_of(req: Any) -> Report:
-    """What the answer of a request says."""
     report: Report = req.impress_report
     return report
 
@@ -145,11 +144,9 @@ class TreeWorld:
         self.cache.loads._early_admission._possible = False
 
     def read_identity(self) -> str:
-        """Of the weights that are served."""
         return IDENTITY
 
     def make_pool(self, size: int, page_size: int) -> None:
-        """Make the pool and its allocator."""
         self.pool = tiny_model.Pool(self.shape, size + 64)
         rest = torch.float32, "cpu", self.pool, False
         self.allocator = (
@@ -159,7 +156,6 @@ class TreeWorld:
         )
 
     def shape_with(self, layers: PoolLayers) -> KVShape:
-        """What is stored of a token."""
         return self.shape
 
     def place(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,7 +167,6 @@ class TreeWorld:
         return None
 
     def allocate(self, count: int) -> Tensor | None:
-        """Slots for tokens that are computed."""
         return self.allocator.alloc(count)
 
     @property
@@ -252,7 +247,6 @@ class TreeWorld:
             hidden = hidden + output.flatten(1) @ weights[3]
 
     def end(self, req: Any) -> None:
-        """As SGLang ends a request."""
         req.finished_reason = FINISH_LENGTH(1)
         req.full_untruncated_fill_ids = req.origin_input_ids
         self.cache.checkpoint(req, up_to=len(req.origin_input_ids))
@@ -301,7 +295,6 @@ class TreeWorld:
         return report
 
     def abort(self, req: Any) -> None:
-        """A queued request ends."""
         self.scheduler.waiting_queue.remove(req)
         self.cache.release_aborted_request(req.cache_request_handle)
 

@@ -179,7 +179,6 @@ class World(TreeWorld):
         return len(list(Path(self.config.ssd_path).glob("*/segments/*/*")))
 
     def close(self) -> None:
-        """See `TreeWorld.close`."""
         # Otherwise a write would wait for its layers for ever.
         self.pool.go_on.set()
         if self.service.opened is not None:

@@ -87,8 +87,6 @@ class LaunchedProcess(subprocess.Popen[bytes]):
 
 
 class Zygote(ZygoteProcess):
-    """Forks servers under test."""
-
     def __init__(self) -> None:
         # Compiling the penalties of a sampler takes longer than most tests, and changes no answer.
         # Triton decides when it is imported whether it interprets; torch_native does not use it.
@@ -112,8 +110,6 @@ class Zygote(ZygoteProcess):
 
 
 class Server(RunningServer):
-    """What tests ask of a server."""
-
     ready_route = "/ready"
 
     def __init__(self, process: ForkServerProcess | LaunchedProcess, port: int, log: Path) -> None:
@@ -158,7 +154,6 @@ class Server(RunningServer):
     def generate_together(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 8, **fields: Any
     ) -> list[dict[str, Any]]:
-        """Several requests at the same time."""
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda ids: self.generate(ids, max_new_tokens, **fields), prompts))
 
@@ -170,7 +165,6 @@ class Server(RunningServer):
         return stats
 
     def live(self) -> int:
-        """Requests that are not over."""
         return int(self.stats(check=False)["requests_live"])
 
     def stored(self, prompt: Sequence[int]) -> int:

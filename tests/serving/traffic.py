@@ -127,11 +127,9 @@ class Catalogue:
     talked: dict[tuple[str, str], list[Answer]] = dataclasses.field(default_factory=dict)
 
     def kinds(self) -> set[str]:
-        """Kinds of requests."""
         return {ask.kind for ask in self.asks}
 
     def of_kind(self, kind: str) -> list[Ask]:
-        """All requests of a kind."""
         return [ask for ask in self.asks if ask.kind == kind]
 
 

@@ -22,19 +22,15 @@ MOST_GROWTH_BYTES = 300 << 20
 
 
 class Watch:
-    """Looks at the server of each life."""
-
     def __init__(self) -> None:
         # Of each life: seconds since it began, and resident bytes of all its processes then.
         self.lives: list[list[tuple[float, int]]] = []
 
     def begin(self) -> None:
-        """Another life."""
         self.lives.append([])
         self._began = time.monotonic()
 
     def look(self, pid: int) -> None:
-        """See what its server has now."""
         self.lives[-1].append((time.monotonic() - self._began, resident_bytes(pid)))
 
     def growths(self) -> dict[str, float]:
@@ -48,14 +44,12 @@ class Watch:
         }
 
     def problems(self) -> list[str]:
-        """What may not be."""
         grown = self.growths().items()
         return [
             f"memory grew by {share:.1%} {where}" for where, share in grown if share > MOST_GROWTH
         ]
 
     def summary(self) -> str:
-        """In figures."""
         grown = ", ".join(f"{share:+.2%} {where}" for where, share in self.growths().items())
         ends = [_resident(looks, 1 - WARM_UP) / 1e6 for looks in self.lives if looks]
         return f"resident {min(ends):.0f} to {max(ends):.0f} MB ({grown or 'no long life'})"

@@ -96,7 +96,6 @@ class World:
             self.counts[what] += by
 
     def problem(self, text: str) -> None:
-        """Something is wrong."""
         with self._lock:
             self.problems.append(text)
             self.note(f"PROBLEM {text}")
@@ -136,7 +135,6 @@ class World:
     # What is right
 
     def judge(self, ask: Ask, told: Any, began: float, *, exact: bool) -> None:
-        """Compare an answer with stock's."""
         # After a retraction stock SGLang 0.5.23, too, mixes up the prompts' log-probabilities of a
         # batch. Those of generated tokens are right.
         start = -NEW_TOKENS if self.retracts and ask.kind == "logprob" else 0

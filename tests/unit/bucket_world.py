@@ -24,8 +24,6 @@ URL = "s3://bucket/prefix"
 
 
 class Faults(Bucket):
-    """A bucket in memory that fails where a test says so."""
-
     def __init__(self) -> None:
         store = obstore.store.MemoryStore()
         super().__init__(store, store, URL)

@@ -83,7 +83,6 @@ class Desk:
         return job
 
     def wait(self, *jobs: LoadJob) -> None:
-        """Until all have ended."""
         assert all(job.done.wait(60) and job.started_at >= job.planned_at for job in jobs)
 
     def check_or_gone(self, job: LoadJob) -> bool:

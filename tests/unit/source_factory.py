@@ -330,7 +330,6 @@ class CodedCase(Case):
         return self.open(self.spans)
 
     def open(self, spans: Sequence[OpenSpan]) -> WholeSource:
-        """A source over spans of the case."""
         return WholeSource(spans, self.pool, self.cache, codes=self.codes)
 
     def load(self, layer: int, *, kernels: bool = False) -> None:

@@ -85,8 +85,6 @@ PROMPT = re.compile(r"([-+]?)([a-z]?)(\d+)(?:/(\d+)|~(\d+))?")
 
 
 class History:
-    """A store, and what was stored in it."""
-
     def __init__(self, bench: Workbench, room: int) -> None:
         self.bench, self.lookahead = bench, LookAhead()
         self.options: dict[str, Any] = {"ssd_gb": gb(room * bench.one), "lookahead": self.lookahead}

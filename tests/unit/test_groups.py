@@ -126,7 +126,6 @@ def test_codes_are_as_long_as_the_documentation_says(rate: int, share: float) ->
 def test_slots_hold_what_codes_say(
     span: list[int], dims: tuple[int, int], rate: int, dtype: torch.dtype, gap: int
 ) -> None:
-    """Bit by bit."""
     check_groups(restore_slots, GroupLayout(3, *dims, rate), slice(*span), dtype, gap=gap)
 
 

@@ -98,7 +98,6 @@ def test_who_needs_more_than_what_became_resident_gets_another_job(desk: Desk) -
 
 
 def test_slots_are_given_in_the_order_of_the_queue(desk: Desk) -> None:
-    """Not in that of the jobs."""
     jobs = [new_job(prompt(number, 7)) for number in range(3)]
     for number, job in enumerate(jobs):
         desk.ask(str(number), prompt(number, 8), job)

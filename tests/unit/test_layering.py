@@ -116,7 +116,6 @@ def test_kernels_of_the_paper_are_loaded_by_nobody_else() -> None:
 
 
 def test_there_is_no_import_cycle() -> None:
-    """The error names it."""
     TopologicalSorter(IMPORTS).prepare()
 
 

@@ -62,7 +62,6 @@ def descending(max_size: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 @given(descending(40), st.randoms(use_true_random=False))
 def test_a_row_is_what_its_description_says(bits: tuple[int, ...], chance: Random) -> None:
-    """Byte by byte, in Python."""
     codes = [chance.randrange(2**count) for count in bits]
     gains = [chance.randrange(32) for _ in range(GAINS)]
     word = sum(gain << 5 * i for i, gain in enumerate(gains))

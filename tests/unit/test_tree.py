@@ -170,7 +170,6 @@ def path_of(segment: StoredSegment) -> Path:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_against_a_model_without_a_tree(tree: StoredTree, seed: int) -> None:
-    """What is stored, in which place, and lost again."""
     chance, model, stored = random.Random(seed), PrefixModel(), dict[str, StoredSegment]()
     for number in range(120):
         known = list(model.segments.values())

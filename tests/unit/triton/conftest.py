@@ -111,7 +111,6 @@ def _method(function: Any) -> Any:
 
 @pytest.fixture
 def interpreted(device: str) -> None:
-    """Kernels run on CPU tensors."""
     if device == "cuda":
         pytest.skip("stores, caches and pools of these tests are on the CPU")
 
@@ -128,8 +127,6 @@ BACKEND = make_backend(TARGET)
 
 
 class Launch(NamedTuple):
-    """What a kernel was launched with."""
-
     kernel: Any
     arguments: Sequence[Any]
     options: dict[str, Any]
