@@ -16,7 +16,7 @@ import pytest
 
 from bench.core.data import Question
 from bench.core.report import Table
-from bench.core.servers import Piece, Stream
+from bench.core.servers import Piece
 from bench.core.session import BenchFailed
 from bench.policies import serving
 from bench.policies.serving import counted
@@ -163,18 +163,6 @@ def test_a_session_is_asked_in_its_order(tmp_path: Path, monkeypatch: pytest.Mon
     row = trace.replay(server, agents(tmp_path, [FIRST, SECOND]), scale(), 1)
     assert lengths == [13, 21] and pauses == [0.0, 1.6]
     assert (row["ttft_p50"], row["gap_max"], row["cached"]) == (1500.0, 250.0, 0.4118)
-
-
-def test_a_stream_that_fails_says_so_to_who_waits() -> None:
-    def stream() -> Iterator[Piece]:
-        yield Piece(1.0, 1, {})
-        raise BenchFailed("broken")
-
-    server: Any = SimpleNamespace(stream=stream)
-    answer = Stream(server)
-    answer.wait(5)
-    with pytest.raises(BenchFailed, match="broken"):
-        answer.join()
 
 
 def test_systems_are_compared_request_by_request() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from demo import handbook, model, report
+from demo import model, report
 from demo.report import DEVICE, QUESTIONS, WAYS, DemoFailed, Reply, Row, Way
 
 
@@ -61,12 +61,6 @@ def test_rows_are_medians_and_count_the_answers_of_the_exact_prefix() -> None:
     assert rows[DEVICE.name] == Row(DEVICE.name, 3, 20.0, 0, 16.0, 3, answer)
     assert rows[report.FEW_BITS.name] == Row(report.FEW_BITS.name, 3, 12.3, 2, 6, 2, answer)
     assert rows[report.COMPUTED.name] == Row(report.COMPUTED.name, 1, 12.3, 0, None, 1, answer)
-
-
-def test_prompts_share_all_but_the_question() -> None:
-    one, other = (handbook.prompt(question) for question in ("Who?", "When?"))
-    start = one.index("Who?")
-    assert one.startswith(other[:start]) and handbook.handbook() in one[:start]
 
 
 @pytest.mark.skipif(
