@@ -157,6 +157,7 @@ class StoreDisk:
             else:
                 # Their parent may be there; `place` comes after the first list of its objects.
                 self._orphans = others
+                unattached.undecided = frozenset(segment.segment_id for segment in others)
             for segment in (*kept, *self._orphans):
                 # A purge finds them there, and so does their expiry.
                 left = self.tree.order.expiry_of(segment) - time.time()

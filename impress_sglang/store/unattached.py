@@ -57,6 +57,9 @@ class UnattachedSegments:
         self._purged: dict[_Order, float] = {}
         self.to_remove: list[StoredSegment] = []
         """Purged segments that were not in the tree, which the caller removes."""
+        self.undecided: frozenset[str] = frozenset()
+        """Ids of segments that a purge of a prefix leaves, because it is soon known what they build
+        on: the caller adds them then."""
         self._duplicates: list[tuple[StoredSegment, StoredSegment]] = []
         self._next_retry = 0.0
         # Segments of the tree that are still to be searched for parents.
@@ -293,7 +296,8 @@ class UnattachedSegments:
         banned = [
             segment
             for segment in self._unattached.values()
-            if _matches_order(order, segment)
+            if (tokens is None or segment.segment_id not in self.undecided)
+            and _matches_order(order, segment)
             and _matches_order(order, segment, self._tokens_before(segment))
         ]
         for segment in banned:

@@ -128,6 +128,24 @@ def test_what_waits_for_a_bucket_that_fails_goes_when_it_expires(
     assert length(second, prompt(2)) == 8 and not second.worker.unused_bytes
 
 
+def test_a_purge_of_another_prefix_spares_what_waits_for_a_bucket(
+    world: World, bucket: Faults
+) -> None:
+    """Orders of the last day come before the first list, by which it is known what it builds on."""
+    _, second = world.share(prompt(1, 13))
+    world.put("b", second, prompt(1, 40), prompt(2))
+    until(second, lambda: second.summary()["bucket"]["sent"] == 2)
+    purge(second, prompt(2))
+    until(second, lambda: len(bucket.segments) == 2)
+    world.benches["b"].close(second)
+    bucket.fails = lambda what, name: what == "list"
+    second = world.open("b")
+    until(second, lambda: second.unattached._purged and not second._orders)
+    bucket.fails = lambda what, name: False
+    until_found(second, prompt(1, 40))
+    assert len(world.benches["b"].files()) == 1
+
+
 @pytest.mark.parametrize("whole_namespace", [False, True])
 def test_a_purge_without_a_server_reaches_the_bucket_later(
     world: World, bucket: Faults, whole_namespace: bool
