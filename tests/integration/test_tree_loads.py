@@ -276,11 +276,6 @@ def nearly_done(world: TreeWorld, monkeypatch: pytest.MonkeyPatch, req: Any = No
     return req, job
 
 
-def end_job(world: TreeWorld, job: LoadJob) -> None:
-    """The loader ends a job, having brought nothing."""
-    world.cache.loads._loader._end(job, JobState.DROPPED, None)
-
-
 def test_a_pass_begins_early_only_beside_nobody(
     world: TreeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,7 +332,7 @@ def test_nothing_is_loaded_any_more_when_the_store_is_set_aside(
         req, job = nearly_done(world, patched)
         assert not world.waits(req) and job.inserted_early
         world.admit(req)
-        end_job(world, job)
+        world.cache.loads._loader._end(job, JobState.DROPPED)
         assert world.cache.has_pending_cache_operations()
         world.cache._set_aside()
         assert not world.cache.has_pending_cache_operations() and not world.jobs.jobs
