@@ -223,7 +223,7 @@ def _restored(
     WIDEN: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Both elements of each pair of a head, whose features begin at `column`; kept without mean."""
-    one, other = _columns(SPLIT, DIM, PAIRS)
+    one, other, is_one, is_other = _columns(SPLIT, DIM, PAIRS)
     first = tl.zeros([TOKENS, PAIRS], tl.float32)
     second = tl.zeros([TOKENS, PAIRS], tl.float32)
     head = matrix + column
@@ -239,8 +239,8 @@ def _restored(
         )  # fmt: skip
     first, second = first.to(tl.bfloat16), second.to(tl.bfloat16)
     _store(restored + token * FEATURES + column, first, second, token, count, SPLIT, DIM, PAIRS)
-    first_mean = tl.load(mean + column + one, mask=one < DIM, other=0.0)
-    second_mean = tl.load(mean + column + other, mask=other < DIM, other=0.0)
+    first_mean = tl.load(mean + column + one, mask=is_one, other=0.0)
+    second_mean = tl.load(mean + column + other, mask=is_other, other=0.0)
     return first.to(tl.float32) + first_mean[None, :], second.to(tl.float32) + second_mean[None, :]
 
 
@@ -251,16 +251,16 @@ def _add_products(
     FEATURES: tl.constexpr, PAIRS: tl.constexpr, FACTORS: tl.constexpr, WIDEN: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Add products of factors [t, size], in rows of this width, and some columns of a matrix."""
-    one, other = _columns(SPLIT, DIM, PAIRS)
+    one, other, is_one, is_other = _columns(SPLIT, DIM, PAIRS)
     for begin in range(0, width, FACTORS):
         place = begin + tl.arange(0, FACTORS)
         mask = (token < count)[:, None] & (place < width)[None, :]
         tile = tl.load(factors + token[:, None] * width + place[None, :], mask=mask, other=0.0)
         row = matrix + place[:, None].to(tl.int64) * FEATURES
         known = (place < size)[:, None]
-        values = tl.load(row + one[None, :], mask=known & (one < DIM)[None, :], other=0.0)
+        values = tl.load(row + one[None, :], mask=known & is_one[None, :], other=0.0)
         first = _add_product(first, tile, values, WIDEN)
-        values = tl.load(row + other[None, :], mask=known & (other < DIM)[None, :], other=0.0)
+        values = tl.load(row + other[None, :], mask=known & is_other[None, :], other=0.0)
         second = _add_product(second, tile, values, WIDEN)
     return first, second
 
@@ -279,15 +279,20 @@ def _add_product(
 @triton.jit
 def _columns(
     SPLIT: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Both columns of each pair: the first `SPLIT` pair with the next ones, others neighbours."""
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Both columns of each pair, and whether the head has them: the first `SPLIT` pair with the
+    next ones, others neighbours."""
     pair = tl.arange(0, PAIRS)
+    # Of pairs, not of columns: with masks of a column by `where`, masked stores of Triton 3.6 wrote
+    # on an H200.
+    is_one, is_other = pair < (DIM + 1) // 2, pair < DIM // 2
     if 2 * SPLIT >= DIM:
-        # Behind them are no others, and neighbours are loaded at once.
-        return tl.where(pair < SPLIT, pair, DIM) if PAIRS > SPLIT else pair, pair + SPLIT
+        # There are no others, and neighbours are loaded at once.
+        return pair, pair + SPLIT, is_one, is_other
     else:
         joined = pair < SPLIT
-        return tl.where(joined, pair, 2 * pair), tl.where(joined, pair + SPLIT, 2 * pair + 1)
+        one = tl.where(joined, pair, 2 * pair)
+        return one, tl.where(joined, pair + SPLIT, 2 * pair + 1), is_one, is_other
 
 
 @triton.jit
@@ -295,15 +300,15 @@ def _store(
     target: tl.tensor, first: tl.tensor, second: tl.tensor, token: tl.tensor, count: tl.tensor,
     SPLIT: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr,
 ) -> None:  # fmt: skip
-    one, other = _columns(SPLIT, DIM, PAIRS)
+    one, other, is_one, is_other = _columns(SPLIT, DIM, PAIRS)
     inside = (token < count)[:, None]
     tl.store(
         target[:, None] + one[None, :],
         first.to(target.dtype.element_ty),
-        mask=inside & (one < DIM)[None, :],
+        mask=inside & is_one[None, :],
     )
     tl.store(
         target[:, None] + other[None, :],
         second.to(target.dtype.element_ty),
-        mask=inside & (other < DIM)[None, :],
+        mask=inside & is_other[None, :],
     )

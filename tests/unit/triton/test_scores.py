@@ -126,7 +126,8 @@ def test_very_large_logits_do_not_overflow(device: str, kind: str, dtype: torch.
     found = request.found(kind)
 
     assert torch.isfinite(found).all()
-    assert (found.sum(1) <= 9 * (1 + 1e-5)).all()
+    # A GPU computes logits of a kernel twice, with products in another order.
+    assert (found.sum(1) <= 9 * (1 + (5e-3 if kind == "kernels" else 1e-5))).all()
     # Of such logits float32 has hardly a digit behind the point.
     near = {"rtol": 5e-2, "atol": 1e-3} if kind == "kernels" else {"rtol": 1e-2, "atol": 1e-6}
     np.testing.assert_allclose(found.cpu(), request.expected(), **near)
