@@ -242,17 +242,21 @@ def test_reads_that_hang_delay_no_others(stored: Stored, hung: int, others: int)
     stored.check((0, 3), (20 - others, 20 + hung))
 
 
-def test_a_device_that_answers_again_is_waited_for_anew(stored: Stored) -> None:
+def test_a_device_that_answers_again_is_waited_for_anew(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also while reads of the time before hang: what begins now may take longer than one look."""
+    now = [1000.0]
+    monkeypatch.setattr(reader_module, "time", mock.Mock(wraps=time, monotonic=lambda: now[0]))
     with steps.stepping(4, patience=100.0) as (reader, engine):
         hangs = reader.submit(*stored.runs((0, 1)))
-        reader._arrived_at -= 101.0
+        now[0] += 101.0
         with pytest.raises(StoreUnavailable, match="does not answer"):
             hangs.wait()
 
         reader.revive()
         # Nothing is read for a while.
-        reader._arrived_at -= 101.0
+        now[0] += 101.0
         later = reader.submit(*stored.runs((1, 2)))
         assert not later._has_stopped() and not later.done
         engine.allow()
