@@ -85,10 +85,8 @@ class PartStore(PrefixStore):
     def measure(self, spans: Sequence[StoredSpan]) -> None:
         """Measure the current read speed on a layer of one of some spans."""
         if self._measured is None:
-            # What is in a cache is not read.
-            span = max(spans, key=lambda span: self.readers.bytes_to_read([span], codes=False))
             try:
-                source = self._open([span], whole=True)
+                source = self._open([self.readers.least_cached(spans, codes=False)], whole=True)
             except PrefixUnreadable as error:
                 self.report(error)
                 return

@@ -392,11 +392,9 @@ class JobLoader:
 
 
 def _measure(store: PrefixStore, spans: Sequence[StoredSpan], *, exact: bool) -> None:
-    readers = store.readers
-    # What is in a cache is not read.
-    span = max(spans, key=lambda span: readers.bytes_to_read([span], codes=not exact))
+    span = store.readers.least_cached(spans, codes=not exact)
     try:
-        source = readers.open([span], exact=exact)
+        source = store.readers.open([span], exact=exact)
         try:
             source.read_some()
             if not source.wait_idle():

@@ -231,7 +231,7 @@ class StoreDisk:
         for folder, ids in names.items():
             self.worker.submit(self.peers.trim, folder, math.inf, ids)
 
-    def remove_unattached(self, segments: Iterable[StoredSegment]) -> None:
+    def remove_unattached(self, segments: Sequence[StoredSegment]) -> None:
         """Remove segments that are not in the tree; see also `remove_foreign`."""
         own = [segment for segment in segments if segment.foreign_dir is None and segment.ready]
         for segment in own:

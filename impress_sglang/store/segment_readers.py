@@ -170,6 +170,10 @@ class SegmentReaders:
             total += slowdown * length / info.num_tokens * num_bytes
         return total
 
+    def least_cached(self, spans: Sequence[StoredSpan], *, codes: bool) -> StoredSpan:
+        """Return the span of which most bytes would be read, to measure reads."""
+        return max(spans, key=lambda span: self.bytes_to_read([span], codes=codes))
+
     def can_read(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> bool:
         """Whether a layer of these spans fits into the buffer pool; the first failure is logged."""
         pool = self._memory.buffers
